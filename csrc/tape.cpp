@@ -1,0 +1,521 @@
+#include "tape.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "repack.hpp"
+
+namespace forerun {
+
+namespace {
+
+[[noreturn]] void bad(const std::string& what) { throw std::invalid_argument(what); }
+
+// The piece of 0..n that is member's share.
+struct Share {
+  int from, to;
+  Share(int n, int member, int team) : from(int(int64_t(n) * member / team)), to(int(int64_t(n) * (member + 1) / team)) {}
+};
+
+}  // namespace
+
+template <class T>
+Aligned<T>::Aligned(size_t n) : size_(n) {
+  const size_t bytes = std::max<size_t>(n * sizeof(T), 1);
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) throw std::bad_alloc();
+  data_ = std::unique_ptr<T, Unmap>(static_cast<T*>(p), Unmap{bytes});
+}
+
+template <class T>
+void Aligned<T>::Unmap::operator()(T* p) const { munmap(p, bytes); }
+
+KvCache::KvCache(int layers, int blocks, int n_kv, int head_dim)
+    : layers_(layers), blocks_(blocks), n_kv_(n_kv), head_dim_(head_dim),
+      memory_(2 * size_t(layers) * size_t(blocks) * size_t(n_kv) * size_t(head_dim) * kBlock) {}
+
+KvView KvCache::layer(int i) const {
+  KvView view{nullptr, nullptr, n_kv_, head_dim_};
+  const size_t side = size_t(blocks_) * view.block_stride();
+  view.k = memory_.data() + size_t(2 * i) * side;
+  view.v = view.k + side;
+  return view;
+}
+
+void KvCache::copy_block(int from, int to) {
+  if (from < 0 || to < 0 || from >= blocks_ || to >= blocks_) bad("copy_block: block out of range");
+  for (int i = 0; i < layers_; i++) {
+    const KvView view = layer(i);
+    const size_t n = view.block_stride();
+    std::memcpy(view.k + size_t(to) * n, view.k + size_t(from) * n, n * sizeof(uint16_t));
+    std::memcpy(view.v + size_t(to) * n, view.v + size_t(from) * n, n * sizeof(uint16_t));
+  }
+}
+
+void KvCache::move_slot(int from_block, int from_slot, int to_block, int to_slot) {
+  if (from_block < 0 || to_block < 0 || from_block >= blocks_ || to_block >= blocks_ || from_slot < 0 ||
+      to_slot < 0 || from_slot >= kBlock || to_slot >= kBlock)
+    bad("move_slot: block or slot out of range");
+  for (int i = 0; i < layers_; i++) {
+    const KvView view = layer(i);
+    const size_t n = view.block_stride();
+    const uint16_t* ks = view.k + size_t(from_block) * n + from_slot;
+    uint16_t* kd = view.k + size_t(to_block) * n + to_slot;
+    for (int d = 0; d < n_kv_ * head_dim_; d++) kd[d * kBlock] = ks[d * kBlock];
+    const uint16_t* vs = view.v + size_t(from_block) * n + from_slot * 16;
+    uint16_t* vd = view.v + size_t(to_block) * n + to_slot * 16;
+    for (int c = 0; c < n_kv_ * head_dim_ / 16; c++)
+      std::memmove(vd + c * kBlock * 16, vs + c * kBlock * 16, 16 * sizeof(uint16_t));
+  }
+}
+
+Tape::Tape(int max_tokens, int max_outputs, int threads, const KernelTable* kernels)
+    : max_tokens_(max_tokens), max_outputs_(max_outputs), threads_(threads), k_(kernels),
+      scratch_(size_t(threads)), best_(size_t(threads)) {
+  if (max_tokens < 1 || max_outputs < 1 || threads < 1 || threads > 1024) bad("tape: sizes must be at least 1");
+}
+
+Tape::Buffer& Tape::at(int id) {
+  if (id < 0 || size_t(id) >= buffers_.size()) bad("tape: unknown buffer");
+  return buffers_[size_t(id)];
+}
+
+int Tape::buffer(int width, Domain domain) {
+  if (width < 16 || width % 16) bad("tape: a buffer's width must be a multiple of 16, got " + std::to_string(width));
+  Buffer b{};
+  b.width = width;
+  b.domain = domain;
+  b.data = Aligned<float>(size_t(domain == Domain::Tokens ? max_tokens_ : max_outputs_) * size_t(width));
+  buffers_.push_back(std::move(b));
+  return int(buffers_.size()) - 1;
+}
+
+int Tape::max_rows(int id) const {
+  return buffers_.at(size_t(id)).domain == Domain::Tokens ? max_tokens_ : max_outputs_;
+}
+
+int Tape::weight(Type type, int N, int K, const uint8_t* packed) {
+  weights_.push_back({type, N, K, packed, packed_tile_bytes(type, K)});
+  return int(weights_.size()) - 1;
+}
+
+int Tape::vector(const float* values, int n) {
+  vectors_.emplace_back(values, values + n);
+  return int(vectors_.size()) - 1;
+}
+
+Tape::Op& Tape::push(Kind kind) {
+  ops_.emplace_back();
+  ops_.back().kind = kind;
+  return ops_.back();
+}
+
+// Makes the quantised form of a buffer available to the operation that is about to be recorded.
+void Tape::want(int id, Act act) {
+  Buffer& b = at(id);
+  if (act == Act::Float) return;
+  const int form = int(act);
+  if (!b.wants[form]) {
+    const size_t T = size_t(b.domain == Domain::Tokens ? max_tokens_ : max_outputs_), K = size_t(b.width);
+    const size_t block = act == Act::Q256 ? 256 : 32;
+    if (K % block) bad("tape: width " + std::to_string(K) + " is no multiple of the quantisation block");
+    const auto take = [&](size_t bytes) {
+      b.storage.emplace_back(bytes);
+      return b.storage.back().data();
+    };
+    QuantRows& q = b.quant[form];
+    q.K = int(K);
+    q.q = reinterpret_cast<int8_t*>(take(T * K));
+    q.scale = reinterpret_cast<float*>(take(T * K / block * 4));
+    q.sum32 = reinterpret_cast<int16_t*>(take(T * K / 32 * 2));
+    q.sum = act == Act::Q32 ? reinterpret_cast<float*>(take(T * K / 32 * 4)) : nullptr;
+    q.sum16 = act == Act::Q256 ? reinterpret_cast<int16_t*>(take(T * K / 16 * 2)) : nullptr;
+    b.wants[form] = true;
+  }
+  if (b.producer >= 0) {
+    ops_[size_t(b.producer)].quantize |= 1 << form;
+  } else {
+    Op& op = push(Kind::Quantize);
+    op.in = id;
+    op.quantize = 1 << form;
+    b.producer = int(ops_.size()) - 1;  // another form is added to the same operation
+  }
+}
+
+void Tape::embed(Type type, int N, int K, const uint8_t* raw, float scale, int out) {
+  if (at(out).width != K) bad("embed: width differs from the table's");
+  Op& op = push(Kind::Embed);
+  op.type = type, op.N = N, op.K = K, op.raw = raw, op.scale = scale, op.out = out;
+  at(out).producer = -1;
+}
+
+void Tape::rms_norm(int in, int weight, float eps, int out) {
+  if (at(in).width != at(out).width || int(vectors_.at(size_t(weight)).size()) != at(in).width ||
+      at(in).domain != at(out).domain)
+    bad("rms_norm: shapes differ");
+  Op& op = push(Kind::Norm);
+  op.in = in, op.weight = weight, op.eps = eps, op.out = out;
+  at(out).producer = int(ops_.size()) - 1;
+}
+
+void Tape::linear(int in, const std::vector<Segment>& segments) {
+  if (segments.empty()) bad("linear: no weights");
+  int tiles = 0;
+  for (const Segment& s : segments) {
+    const Packed& w = weights_.at(size_t(s.weight));
+    if (w.K != at(in).width || w.N != at(s.out).width || at(s.out).domain != at(in).domain || s.out == in)
+      bad("linear: shapes differ");
+    if (s.bias >= 0 && int(vectors_.at(size_t(s.bias)).size()) != w.N) bad("linear: bias length differs");
+    tiles += packed_tiles(w.N);
+  }
+  for (const Segment& s : segments) want(in, act_of(weights_[size_t(s.weight)].type));
+  for (const Segment& s : segments) at(s.out).producer = -1;
+  Op& op = push(Kind::Linear);
+  op.in = in, op.segments = segments, op.tiles = tiles;
+}
+
+void Tape::rope_store(int q, int k, int v, int layer, const RopeSpec& spec, int positions) {
+  if (at(q).width != spec.n_heads * spec.head_dim || at(k).width != spec.n_kv * spec.head_dim ||
+      at(v).width != at(k).width || spec.head_dim % 16 || spec.rotary_dims % 2 || spec.rotary_dims > spec.head_dim)
+    bad("rope_store: shapes differ");
+  Op& op = push(Kind::Rope);
+  op.in = q, op.in2 = k, op.in3 = v, op.layer = layer, op.rope = spec, op.positions = positions;
+  at(q).producer = at(k).producer = -1;
+}
+
+void Tape::attention(int q, int out, int layer, const AttnSpec& spec) {
+  if (at(q).width != spec.n_heads * spec.head_dim || at(out).width != at(q).width || spec.n_kv < 1 ||
+      spec.n_heads % spec.n_kv || spec.head_dim % 16)
+    bad("attention: shapes differ");
+  const int group = spec.n_heads / spec.n_kv;
+  if (attn_kv_ != 0 && (attn_kv_ != spec.n_kv || attn_group_ != group)) bad("attention: layers differ in their heads");
+  attn_kv_ = spec.n_kv;
+  attn_group_ = group;
+  Op& op = push(Kind::Attention);
+  op.in = q, op.out = out, op.layer = layer, op.attn = spec;
+  at(out).producer = -1;
+}
+
+void Tape::glu(int gate, int up, bool gelu, int out) {
+  if (at(gate).width != at(up).width || at(out).width != at(gate).width || at(out).domain != at(gate).domain)
+    bad("glu: shapes differ");
+  Op& op = push(Kind::Glu);
+  op.in = gate, op.in2 = up, op.gelu = gelu, op.out = out;
+  at(out).producer = int(ops_.size()) - 1;
+}
+
+void Tape::add(int x, int y) {
+  if (at(x).width != at(y).width || at(x).domain != at(y).domain) bad("add: shapes differ");
+  Op& op = push(Kind::Add);
+  op.in = y, op.out = x;
+  at(x).producer = -1;
+}
+
+void Tape::gather(int in, int out) {
+  if (at(in).width != at(out).width || at(in).domain != Domain::Tokens || at(out).domain != Domain::Outputs)
+    bad("gather: shapes differ");
+  Op& op = push(Kind::Gather);
+  op.in = in, op.out = out;
+  at(out).producer = -1;
+}
+
+void Tape::head(int in, int weight) {
+  const Packed& w = weights_.at(size_t(weight));
+  if (w.K != at(in).width || at(in).domain != Domain::Outputs) bad("head: shapes differ");
+  want(in, act_of(w.type));
+  Op& op = push(Kind::Head);
+  op.in = in, op.weight = weight;
+  vocabulary_ = w.N;
+}
+
+float* Tape::rows(int id, int n) {
+  if (n > max_rows(id)) bad("tape: more rows than the buffer has");
+  return at(id).data.data();
+}
+
+size_t Tape::bytes() const {
+  size_t n = 0;
+  for (const Buffer& b : buffers_) {
+    n += b.data.size() * sizeof(float);
+    for (const auto& s : b.storage) n += s.size();
+  }
+  return n;
+}
+
+void Tape::check(const Step& s, const KvCache* kv) const {
+  if (s.tokens < 1 || s.tokens > max_tokens_) bad("step: between 1 and " + std::to_string(max_tokens_) + " tokens");
+  if (s.outputs < 0 || s.outputs > max_outputs_) bad("step: at most " + std::to_string(max_outputs_) + " outputs");
+  if (s.logits < 0 || s.logits > s.outputs) bad("step: more logits than outputs");
+  if (s.rows < 1 || s.row_start[0] != 0 || s.row_start[s.rows] != s.tokens) bad("step: rows don't cover the tokens");
+  for (int i = 0; i < s.outputs; i++)
+    if (s.output[i] < 0 || s.output[i] >= s.tokens) bad("step: output token out of range");
+  for (int r = 0; r < s.rows; r++) {
+    const int count = s.row_start[r + 1] - s.row_start[r];
+    if (count < 1 || s.cached[r] < 0) bad("step: an empty row or negative length");
+    if (s.is_tree[r]) {
+      if (count > 64) bad("step: a tree row has at most 64 tokens");
+      for (int t = 0; t < count; t++) {
+        const uint64_t a = s.ancestors[s.row_start[r] + t];
+        if (!((a >> t) & 1) || (t < 63 && (a >> (t + 1)) != 0)) bad("step: an ancestor mask names a later token or not itself");
+      }
+    }
+    const int used = (s.cached[r] + count + kBlock - 1) / kBlock;
+    if (kv != nullptr) {
+      if (used > s.table_width) bad("step: block table too short");
+      for (int b = 0; b < used; b++) {
+        const int32_t id = s.tables[size_t(r) * size_t(s.table_width) + size_t(b)];
+        if (id < 0 || id >= kv->blocks()) bad("step: block out of range");
+      }
+    }
+  }
+  for (const Op& op : ops_) {
+    if (op.kind == Kind::Embed)
+      for (int t = 0; t < s.tokens; t++)
+        if (s.token[t] < 0 || s.token[t] >= op.N) bad("step: token outside the vocabulary");
+    if (op.kind == Kind::Rope) {
+      for (int t = 0; t < s.tokens; t++)
+        if (s.position[t] < 0 || s.position[t] >= op.positions) bad("step: position outside the rotary table");
+      if (kv == nullptr || op.layer >= kv->layers() || kv->n_kv() != op.rope.n_kv || kv->head_dim() != op.rope.head_dim)
+        bad("step: the KV cache doesn't match the model");
+      break;  // all layers share one position table size and one cache
+    }
+  }
+}
+
+void Tape::plan_attention(const Step& s) {
+  attn_tasks_.clear();
+  if (attn_kv_ == 0) return;
+  int keys = 0;
+  for (int r = 0; r < s.rows; r++) keys = std::max(keys, s.cached[r] + s.row_start[r + 1] - s.row_start[r]);
+  for (auto& scratch : scratch_)
+    if (scratch.size() < 4 * size_t(keys + 80)) scratch.resize(4 * size_t(keys + keys / 4 + 80));
+  // Four queries share each key that is read; fewer where that would leave threads idle.
+  for (int width = 4; width >= 1; width /= 2) {
+    attn_tasks_.clear();
+    for (int r = 0; r < s.rows; r++) {
+      const int queries = (s.row_start[r + 1] - s.row_start[r]) * attn_group_;
+      for (int first = 0; first < queries; first += width)
+        for (int h = 0; h < attn_kv_; h++) attn_tasks_.push_back({r, h, first, std::min(width, queries - first)});
+    }
+    if (int(attn_tasks_.size()) >= 2 * threads_) break;
+  }
+}
+
+void Tape::quantize(Buffer& b, int forms, int row, int from, int to) {
+  const float* x = b.data.data() + size_t(row) * size_t(b.width);
+  if (forms & (1 << int(Act::Q32))) k_->quantize_q32(x, b.quant[int(Act::Q32)], row, from, to);
+  if (forms & (1 << int(Act::Q256))) k_->quantize_q256(x, b.quant[int(Act::Q256)], row, from, to);
+}
+
+// emit(row, y) receives the 16 results of each row from..from+rows of one tile.
+template <class Emit>
+void Tape::multiply(const Packed& w, Buffer& x, int tile, int from, int rows, Emit emit) {
+  alignas(64) float y[kRows * kTile];
+  const Act act = act_of(w.type);
+  const int calls = (rows + kRows - 1) / kRows;
+  for (int c = 0; c < calls; c++) {
+    const int begin = from + int(int64_t(rows) * c / calls), end = from + int(int64_t(rows) * (c + 1) / calls);
+    if (act == Act::Float) k_->linear_f(w, tile, x.data.data(), begin, end - begin, y);
+    else k_->linear_q(w, tile, x.quant[int(act)], begin, end - begin, y);
+    for (int m = begin; m < end; m++) emit(m, y + (m - begin) * kTile);
+  }
+}
+
+namespace {
+// Pieces of a tile list: small enough that threads end together, large enough that the counter costs nothing.
+int piece(int tiles, int threads) { return std::clamp(tiles / (threads * 8), 1, 16); }
+constexpr int kPanel = 64;  // rows whose activations stay in cache while several tiles pass over them
+}  // namespace
+
+void Tape::run_linear(const Op& op, std::atomic<int>& next, const Step& s, int threads) {
+  Buffer& x = at(op.in);
+  const int T = count(x.domain, s), step = piece(op.tiles, threads);
+  for (;;) {
+    const int begin = next.fetch_add(step, std::memory_order_relaxed);
+    if (begin >= op.tiles) return;
+    const int end = std::min(begin + step, op.tiles);
+    for (int panel = 0; panel < T; panel += kPanel) {
+      const int rows = std::min(kPanel, T - panel);
+      int base = 0;
+      for (const Segment& seg : op.segments) {
+        const Packed& w = weights_[size_t(seg.weight)];
+        const int tiles = packed_tiles(w.N);
+        float* out = at(seg.out).data.data();
+        const float* bias = seg.bias >= 0 ? vectors_[size_t(seg.bias)].data() : nullptr;
+        for (int i = std::max(begin, base); i < std::min(end, base + tiles); i++) {
+          const int tile = i - base, n = std::min(kTile, w.N - tile * kTile);
+          multiply(w, x, tile, panel, rows, [&](int m, const float* y) {
+            float* o = out + size_t(m) * size_t(w.N) + size_t(tile) * kTile;
+            for (int c = 0; c < n; c++) {
+              float value = y[c];
+              if (bias != nullptr) value += bias[tile * kTile + c];
+              o[c] = seg.add ? o[c] + value : value;
+            }
+          });
+        }
+        base += tiles;
+      }
+    }
+  }
+}
+
+void Tape::run_head(const Op& op, std::atomic<int>& next, int member, const Step& s, Team& team) {
+  const Packed& w = weights_[size_t(op.weight)];
+  Buffer& x = at(op.in);
+  auto& best = best_[size_t(member)];
+  best.assign(size_t(s.outputs), {-__builtin_inff(), -1});
+  const int tiles = packed_tiles(w.N), step = piece(tiles, team.size());
+  for (int begin; (begin = next.fetch_add(step, std::memory_order_relaxed)) < tiles;) {
+    for (int panel = 0; panel < s.outputs; panel += kPanel) {
+      const int rows = std::min(kPanel, s.outputs - panel);
+      for (int tile = begin; tile < std::min(begin + step, tiles); tile++) {
+        const int n = std::min(kTile, w.N - tile * kTile);
+        multiply(w, x, tile, panel, rows, [&](int m, const float* y) {
+          if (m < s.logits) {
+            std::memcpy(s.logits_out + size_t(m) * size_t(w.N) + size_t(tile) * kTile, y, size_t(n) * 4);
+            return;
+          }
+          Best& b = best[size_t(m)];
+          for (int c = 0; c < n; c++) {
+            const int id = tile * kTile + c;
+            if (y[c] > b.value || (y[c] == b.value && b.id > id)) b = {y[c], id};
+          }
+        });
+      }
+    }
+  }
+  team.barrier();
+  if (member != 0) return;
+  for (int m = s.logits; m < s.outputs; m++) {
+    Best winner{-__builtin_inff(), -1};
+    for (int t = 0; t < team.size(); t++) {
+      const Best& b = best_[size_t(t)][size_t(m)];
+      if (b.id >= 0 && (b.value > winner.value || (b.value == winner.value && (winner.id < 0 || b.id < winner.id)))) winner = b;
+    }
+    s.argmax_out[m] = winner.id;
+  }
+}
+
+void Tape::run_attention(const Op& op, std::atomic<int>& next, int member, const Step& s, KvCache* kv) {
+  const KvView view = kv->layer(op.layer);
+  const size_t width = size_t(at(op.in).width);
+  for (size_t i; (i = size_t(next.fetch_add(1, std::memory_order_relaxed))) < attn_tasks_.size();) {
+    const AttnTask& task = attn_tasks_[i];
+    const int begin = s.row_start[task.row];
+    const AttnRow row{s.cached[task.row], s.row_start[task.row + 1] - begin,
+                      s.is_tree[task.row] ? s.ancestors + begin : nullptr,
+                      s.tables + size_t(task.row) * size_t(s.table_width)};
+    k_->attention(op.attn, row, view, task.kv_head, task.first, task.n, at(op.in).data.data() + size_t(begin) * width,
+                  at(op.out).data.data() + size_t(begin) * width, scratch_[size_t(member)].data());
+  }
+}
+
+void Tape::execute(const Op& op, std::atomic<int>& next, int member, const Step& s, KvCache* kv, Team& team) {
+  switch (op.kind) {
+    case Kind::Embed: {
+      const Share share(s.tokens, member, team.size());
+      for (int t = share.from; t < share.to; t++) {
+        float* out = at(op.out).data.data() + size_t(t) * size_t(op.K);
+        dequantize_row(op.type, op.raw + size_t(s.token[t]) * row_bytes(op.type, op.K), op.K, out);
+        if (op.scale != 1.f)
+          for (int k = 0; k < op.K; k++) out[k] *= op.scale;
+      }
+      return;
+    }
+    case Kind::Norm: {
+      Buffer &x = at(op.in), &y = at(op.out);
+      const Share share(count(x.domain, s), member, team.size());
+      for (int t = share.from; t < share.to; t++) {
+        k_->rms_norm(x.data.data() + size_t(t) * size_t(x.width), vectors_[size_t(op.weight)].data(), x.width, op.eps,
+                     y.data.data() + size_t(t) * size_t(x.width));
+        quantize(y, op.quantize, t, 0, y.width);
+      }
+      return;
+    }
+    case Kind::Glu: {
+      Buffer &g = at(op.in), &u = at(op.in2), &y = at(op.out);
+      const int pieces = (y.width + 255) / 256;
+      const Share share(count(y.domain, s) * pieces, member, team.size());
+      for (int i = share.from; i < share.to; i++) {
+        const int t = i / pieces, from = i % pieces * 256, to = std::min(from + 256, y.width);
+        const size_t offset = size_t(t) * size_t(y.width) + size_t(from);
+        k_->glu(g.data.data() + offset, u.data.data() + offset, to - from, op.gelu, y.data.data() + offset);
+        quantize(y, op.quantize, t, from, to);
+      }
+      return;
+    }
+    case Kind::Quantize: {
+      Buffer& x = at(op.in);
+      const int pieces = (x.width + 255) / 256;
+      const Share share(count(x.domain, s) * pieces, member, team.size());
+      for (int i = share.from; i < share.to; i++)
+        quantize(x, op.quantize, i / pieces, i % pieces * 256, std::min(i % pieces * 256 + 256, x.width));
+      return;
+    }
+    case Kind::Rope: {
+      const KvView view = kv->layer(op.layer);
+      const int heads = op.rope.n_heads, n_kv = op.rope.n_kv, per_token = heads + 2 * n_kv, D = op.rope.head_dim;
+      const Share share(s.tokens * per_token, member, team.size());
+      int row = 0;
+      for (int i = share.from; i < share.to; i++) {
+        const int t = i / per_token, h = i % per_token;
+        while (t >= s.row_start[row + 1]) row++;
+        const int slot = s.cached[row] + t - s.row_start[row];
+        const int block = s.tables[size_t(row) * size_t(s.table_width) + size_t(slot / kBlock)];
+        const int kind = h < heads ? 0 : h < heads + n_kv ? 1 : 2;
+        const int head = kind == 0 ? h : (h - heads) % n_kv;
+        Buffer& b = at(kind == 0 ? op.in : kind == 1 ? op.in2 : op.in3);
+        k_->rope_store(op.rope, kind, head, s.position[t],
+                       b.data.data() + size_t(t) * size_t(b.width) + size_t(head) * size_t(D), view, block, slot % kBlock);
+      }
+      return;
+    }
+    case Kind::Add: {
+      Buffer &x = at(op.out), &y = at(op.in);
+      const Share share(count(x.domain, s), member, team.size());
+      for (int t = share.from; t < share.to; t++)
+        k_->add(x.data.data() + size_t(t) * size_t(x.width), y.data.data() + size_t(t) * size_t(x.width), x.width);
+      return;
+    }
+    case Kind::Gather: {
+      Buffer &x = at(op.in), &y = at(op.out);
+      const Share share(s.outputs, member, team.size());
+      for (int i = share.from; i < share.to; i++)
+        std::memcpy(y.data.data() + size_t(i) * size_t(x.width), x.data.data() + size_t(s.output[i]) * size_t(x.width),
+                    size_t(x.width) * 4);
+      return;
+    }
+    case Kind::Linear: run_linear(op, next, s, team.size()); return;
+    case Kind::Attention: run_attention(op, next, member, s, kv); return;
+    case Kind::Head: run_head(op, next, member, s, team); return;
+  }
+}
+
+void Tape::run(const Step& s, KvCache* kv) {
+  check(s, kv);
+  plan_attention(s);
+  std::vector<std::atomic<int>> next(ops_.size());
+  for (auto& n : next) n.store(0, std::memory_order_relaxed);
+  run_team(threads_, [&](int member, Team& team) {
+    for (size_t i = 0; i < ops_.size(); i++) {
+      const bool timed = member == 0 && !profile.empty();
+      const auto start = timed ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
+      execute(ops_[i], next[i], member, s, kv, team);
+      team.barrier();
+      if (timed)
+        profile[size_t(ops_[i].kind)] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
+  });
+}
+
+template class Aligned<float>;
+template class Aligned<uint8_t>;
+template class Aligned<uint16_t>;
+
+}  // namespace forerun

@@ -1,0 +1,111 @@
+"""The `forerun` command: one module a command, imported only when it is called.
+
+Each module has `register(app)`, which adds its command or group. Exit codes: 0 done, 1 a
+ForerunError (one line on standard error), 2 wrong usage, 130 interrupted, 141 the reader of the
+output went away.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from types import MappingProxyType
+
+import typer
+
+from forerun.errors import ForerunError
+
+COMMANDS: Mapping[str, str] = MappingProxyType({"models": "forerun.cli.models"})
+
+# Typer exports only this leaf of its usage errors, and from where depends on its version; the
+# base of all of them (with `exit_code` and `format_message()`) is two steps up.
+_TyperError: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave the process with its exit code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line and return its exit code; expected failures are one line each."""
+    command = typer.main.get_command(build_app(arguments))
+    try:
+        with command.make_context("forerun", list(arguments)) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+        return 0
+    except typer.Exit as done:
+        return _flushed(done.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        _complain("interrupted")
+        return 130
+    except BrokenPipeError:
+        _silence_stdout()
+        return 141
+    except ForerunError as error:
+        _complain(f"error: {error}")
+        return _flushed(1)
+    except _TyperError as error:
+        text = getattr(error, "format_message", error.__str__)()
+        _complain(f"error: {text} (forerun --help lists the commands and options)")
+        return int(getattr(error, "exit_code", 2))
+
+
+def build_app(arguments: Sequence[str]) -> typer.Typer:
+    """The Typer application with the called command, or with all of them (for --help)."""
+    app = typer.Typer(
+        name="forerun", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
+    app.callback(invoke_without_command=True)(_root)
+    called = next((word for word in arguments if not word.startswith("-")), None)
+    for name, module in COMMANDS.items():
+        if called == name or called not in COMMANDS:
+            importlib.import_module(module).register(app)
+    return app
+
+
+def _root(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
+    """Answers from a language model, sooner, without one changed character."""
+    if version:
+        typer.echo(f"forerun {_version()}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _version() -> str:
+    try:
+        return metadata.version("forerun")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _complain(message: str) -> None:
+    # Names and reasons may come from a server: no control character reaches the terminal.
+    line = "".join(letter for letter in " ".join(message.split()) if letter.isprintable())
+    try:
+        print(f"forerun: {line}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        return
+
+
+def _flushed(code: int) -> int:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _silence_stdout()
+        return 141
+    return code
+
+
+def _silence_stdout() -> None:
+    """Point standard output at nothing, so that the interpreter's last flush can't fail."""
+    handle = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(handle, sys.stdout.fileno())
+    os.close(handle)

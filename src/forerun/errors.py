@@ -1,0 +1,46 @@
+"""Every failure that Forerun raises on purpose.
+
+Each message says what is wrong, what was expected and what to do. All derive from `ForerunError`, so that one
+`except` catches what the library refuses and nothing else; the subclasses also derive from the built-in that
+a caller would expect (`ValueError`, `OSError`, ...).
+"""
+
+
+class ForerunError(Exception):
+    """Base of all errors raised by Forerun."""
+
+
+class InvalidRequestError(ForerunError, ValueError):
+    """A request or one of its parameters can't be served as given (range, type, token id, length)."""
+
+
+class CapacityError(ForerunError, ValueError):
+    """A request can never fit, whatever else runs: the KV pool or the model's context is too small for it."""
+
+
+class ModelNotFoundError(ForerunError, LookupError):
+    """The name is neither in the catalog nor a path to a .gguf file or a model folder."""
+
+
+class ModelFormatError(ForerunError, ValueError):
+    """A model file is truncated, corrupt or contradicts itself."""
+
+
+class UnsupportedModelError(ForerunError, ValueError):
+    """A well-formed model uses an architecture, tensor type or feature that Forerun does not implement."""
+
+
+class DownloadError(ForerunError, OSError):
+    """A model could not be fetched from any of its sources."""
+
+
+class HashMismatchError(DownloadError):
+    """A downloaded or cached file does not have the SHA-256 that the catalog records."""
+
+
+class CacheError(ForerunError, OSError):
+    """The cache directory can't be written or read (full disk, read-only, permission)."""
+
+
+class ConfigurationError(ForerunError, ValueError):
+    """An engine setting or environment variable has a value that can't be used."""

@@ -1,0 +1,101 @@
+"""Sampling as textbooks write it, in float64 with full sorts, and statistics to judge it by."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+class Reference(NamedTuple):
+    """A distribution after transforms.
+
+    probabilities: float64[V], 0 for what the transforms removed. margin: how far the closest token
+    was from a threshold of top-p or min-p (below about 1e-5, float32 may decide otherwise).
+    """
+
+    probabilities: Floats
+    margin: float
+
+
+def softmax(x: npt.ArrayLike) -> Floats:
+    values = np.asarray(x, dtype=np.float64)
+    weights = np.exp(values - values.max())
+    return weights / weights.sum()
+
+
+def probabilities(
+    logits: npt.ArrayLike,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> Reference:
+    """The distribution after temperature, top-k, top-p, min-p, each renormalised before the next."""
+    scores = np.asarray(logits, dtype=np.float64) / temperature
+    margin = math.inf
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    if top_k:
+        for i in order[top_k:]:
+            scores[i] = -math.inf
+    if top_p < 1.0:
+        p = softmax(scores)
+        before = 0.0
+        for rank, i in enumerate(order):
+            if rank > 0:
+                margin = min(margin, abs(before - top_p))
+                if before >= top_p:
+                    scores[i] = -math.inf
+            before += p[i]
+    if min_p > 0.0:
+        p = softmax(scores)
+        relative = p / p.max()
+        margin = min(margin, float(np.abs(relative - min_p).min()))
+        scores[relative < min_p] = -math.inf
+    return Reference(softmax(scores), margin)
+
+
+def log_softmax(logits: npt.ArrayLike) -> Floats:
+    x = np.asarray(logits, dtype=np.float64)
+    shifted = x - x.max()
+    return shifted - math.log(math.fsum(np.exp(shifted)))
+
+
+def chi_square_score(tokens: npt.ArrayLike, expected: Floats) -> float:
+    """How many standard deviations the counts of `tokens` lie above a fit to `expected` (float64[V]).
+
+    Pearson's statistic, brought to a normal score by Wilson and Hilferty's cube root. Tokens
+    expected fewer than 5 times share one cell; a token that can't occur makes the score infinite.
+    """
+    counts = np.bincount(np.asarray(tokens), minlength=len(expected)).astype(np.float64)
+    if counts[expected == 0].any():
+        return math.inf
+    mean = expected * counts.sum()
+    rare = mean < 5
+    observed = [*counts[~rare]]
+    wanted = [*mean[~rare]]
+    if mean[rare].sum() > 0:
+        observed.append(counts[rare].sum())
+        wanted.append(mean[rare].sum())
+    if len(wanted) < 2:
+        return 0.0
+    statistic = sum((o - w) ** 2 / w for o, w in zip(observed, wanted, strict=True))
+    degrees = len(wanted) - 1
+    spread = 2 / (9 * degrees)
+    return ((statistic / degrees) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+
+
+def ks_score(sample: npt.ArrayLike, cdf: Floats) -> float:
+    """Kolmogorov's sqrt(n) * D of a sample whose sorted values have the exact distribution values `cdf`.
+
+    Values above 1.95 have a probability of 0.001.
+    """
+    n = np.asarray(sample).size
+    steps = np.arange(n + 1) / n
+    distance = max(np.abs(cdf - steps[1:]).max(), np.abs(cdf - steps[:-1]).max())
+    return float(math.sqrt(n) * distance)

@@ -1,0 +1,236 @@
+"""The native kernel gives the bits of the NumPy definition, on every instruction set."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from forerun import _native
+from forerun.sample import NOT_FINITE, NOTHING_ALLOWED, noise, transforms
+
+ISAS = _native.sample_isas()
+TEMPERATURES = [0.0, 1e-37, 1e-6, 0.1, 0.7, 1.0, 1.7, 30.0, 1e6, 3e38]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Arguments of the native `sample`, one entry a row."""
+
+    logits: np.ndarray
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seed: np.ndarray
+    position: np.ndarray
+
+    def arguments(self) -> tuple[np.ndarray, ...]:
+        return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+
+    def defined(self) -> list[int]:
+        """What the NumPy definition draws."""
+        return [
+            transforms.sample(
+                self.logits[r],
+                temperature=float(self.temperature[r]),
+                top_k=int(self.top_k[r]),
+                top_p=float(self.top_p[r]),
+                min_p=float(self.min_p[r]),
+                seed=int(self.seed[r]),
+                position=int(self.position[r]),
+            )
+            for r in range(len(self.logits))
+        ]
+
+
+def rows_of(logits: np.ndarray, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0) -> Rows:
+    n = len(logits)
+    return Rows(
+        np.ascontiguousarray(logits, dtype=np.float32),
+        np.full(n, temperature, np.float32),
+        np.full(n, top_k, np.int32),
+        np.full(n, top_p, np.float32),
+        np.full(n, min_p, np.float32),
+        np.full(n, seed, np.uint64),
+        np.arange(n, dtype=np.int64),
+    )
+
+
+def random_logits(rng: np.random.Generator, n: int, V: int) -> np.ndarray:
+    """Rows of every kind: smooth, peaked, tied, masked, flat, huge, signed zeros, faulty."""
+    rows = (rng.standard_normal((n, V)) * rng.choice([0.01, 1, 4, 30], (n, 1))).astype(np.float32)
+    kind = rng.integers(0, 10, n)
+    rows[kind == 1] = np.round(rows[kind == 1])
+    rows[kind == 2] = np.float32(rng.standard_normal())
+    rows[kind == 3] = rng.choice(
+        np.array([0.0, -0.0, 1.0], np.float32), (int((kind == 3).sum()), V)
+    )
+    masked = np.flatnonzero(kind == 4)
+    rows[masked] = np.where(rng.random((len(masked), V)) < 0.9, -np.inf, rows[masked])
+    rows[kind == 5] *= np.float32(1e36)
+    faulty = np.flatnonzero((kind == 6) & (rng.random(n) < 0.2))
+    rows[faulty, rng.integers(0, V, len(faulty))] = rng.choice(
+        np.array([np.nan, np.inf, -np.nan], np.float32), len(faulty)
+    )
+    for row in np.flatnonzero(kind == 7):
+        rows[row, rng.integers(0, V, 3)] += 20
+    return rows
+
+
+def random_rows(rng: np.random.Generator, n: int, V: int) -> Rows:
+    edges = np.array([1, 2, 3, 40, 64, V // 2, V - 1, V, V + 1, 2**31 - 1]).clip(1)
+    return Rows(
+        random_logits(rng, n, V),
+        rng.choice(np.array(TEMPERATURES, np.float32), n),
+        np.where(rng.random(n) < 0.4, 0, rng.choice(edges, n)).astype(np.int32),
+        np.where(
+            rng.random(n) < 0.4, 1, rng.choice([0, 1e-9, 0.3, 0.5, 0.9, 0.99, 1 - 2**-24], n)
+        ).astype(np.float32),
+        np.where(rng.random(n) < 0.5, 0, rng.choice([1e-30, 0.01, 0.1, 0.5, 1], n)).astype(
+            np.float32
+        ),
+        rng.integers(0, 2**64, n, dtype=np.uint64),
+        rng.integers(0, 2**40, n),
+    )
+
+
+def assert_native_equals_definition(rows: Rows) -> None:
+    expected = rows.defined()
+    for isa in ISAS:
+        drawn = _native.sample(*rows.arguments(), isa=isa)
+        assert drawn.dtype == np.int32
+        wrong = np.flatnonzero(drawn != expected)
+        assert wrong.size == 0, (isa, wrong[:3], drawn[wrong[:3]], np.array(expected)[wrong[:3]])
+
+
+@pytest.mark.parametrize("V", [1, 2, 7, 63, 64, 65, 128, 300, 1000, 4097])
+def test_random_cases_equal_the_definition(V):
+    rng = np.random.default_rng(V)
+    assert_native_equals_definition(random_rows(rng, 1000 if V < 500 else 250, V))
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_cases_equal_the_definition():
+    rng = np.random.default_rng(1)
+    for V, _ in itertools.product([1, 5, 64, 130, 777], range(20)):
+        assert_native_equals_definition(random_rows(rng, 1000, V))
+
+
+@pytest.mark.parametrize("V", [49152, 151936, 262144])
+def test_vocabularies_of_real_models_equal_the_definition(V):
+    assert_native_equals_definition(random_rows(np.random.default_rng(V), 10, V))
+
+
+def test_many_masses_in_one_histogram_bin():
+    """Nearly equal logits make top-p halve a bin that holds the whole vocabulary."""
+    logits = np.random.default_rng(0).standard_normal((6, 20_000)).astype(np.float32) * 1e-3
+    rows = rows_of(logits, top_p=0.5)
+    rows.top_p[:] = [0.001, 0.1, 0.5, 0.9, 0.999, 1 - 2**-24]
+    assert_native_equals_definition(rows)
+
+
+def test_noise_equals_the_definition_bit_for_bit():
+    rng = np.random.default_rng(2)
+    for seed, position, n in [(0, 0, 1), (2**64 - 1, 2**63, 70_001), (7, 123, 200_000)]:
+        ids = rng.integers(0, 2**31, n).astype(np.int32)
+        expected = noise.gumbel(seed, position, ids).view(np.int32)
+        for isa in ISAS:
+            found = _native.gumbel(seed, position, ids, isa=isa)
+            assert np.array_equal(found.view(np.int32), expected), isa
+
+
+@pytest.mark.parametrize("V", [1, 64, 100, 5000, 151936])
+def test_logprobs_equal_the_definition_bit_for_bit(V):
+    rng = np.random.default_rng(V)
+    logits = random_logits(rng, 12, V)
+    chosen = rng.integers(0, V, 12).astype(np.int32)
+    for top, isa in itertools.product({0, 1, min(20, V), min(V, 3000)}, ISAS):
+        ids, logprobs, of_chosen = _native.top_logprobs(logits, top, chosen, isa=isa)
+        assert (ids.dtype, logprobs.dtype, of_chosen.dtype) == (np.int32, np.float32, np.float32)
+        assert ids.shape == logprobs.shape == (12, top)
+        for r in range(12):
+            if transforms.check_row(logits[r]):
+                assert np.all(ids[r] == -1)
+                assert np.isnan(logprobs[r]).all()
+                assert np.isnan(of_chosen[r])
+                continue
+            expected = transforms.top_logprobs(logits[r], top, int(chosen[r]))
+            assert ids[r].tolist() == expected.ids.tolist()
+            assert np.array_equal(logprobs[r].view(np.int32), expected.logprobs.view(np.int32))
+            assert of_chosen[r] == expected.chosen
+
+
+def test_a_row_is_independent_of_its_neighbours():
+    rows = random_rows(np.random.default_rng(5), 60, 333)
+    together = _native.sample(*rows.arguments())
+    alone = [
+        _native.sample(*(column[r : r + 1] for column in rows.arguments()))[0] for r in range(60)
+    ]
+    assert together.tolist() == alone
+    order = np.random.default_rng(6).permutation(60)
+    shuffled = _native.sample(*(np.ascontiguousarray(c[order]) for c in rows.arguments()))
+    assert shuffled.tolist() == together[order].tolist()
+
+
+def test_greedy_takes_the_lowest_id_on_ties():
+    logits = np.full((3, 200), -5, np.float32)
+    logits[0, [70, 130]] = 2
+    logits[1, [0, 199]] = 2
+    logits[2, 10:] = [-0.0, 0.0] * 95
+    assert _native.sample(*rows_of(logits, temperature=0).arguments()).tolist() == [70, 0, 10]
+
+
+@pytest.mark.parametrize("V", [1, 64, 100])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("fault", [np.nan, -np.nan, np.inf])
+def test_faults_are_reported_wherever_they_are(V, temperature, fault):
+    rows = rows_of(np.zeros((V, V), np.float32), temperature=temperature)
+    rows.logits[np.arange(V), np.arange(V)] = fault
+    for isa in ISAS:
+        assert set(_native.sample(*rows.arguments(), isa=isa).tolist()) == {NOT_FINITE}
+        rows.logits[0] = -np.inf
+        assert _native.sample(*rows.arguments(), isa=isa)[0] == NOTHING_ALLOWED
+        rows.logits[0, 0] = fault
+
+
+def test_no_rows_and_no_columns():
+    assert _native.sample(*rows_of(np.zeros((0, 5))).arguments()).shape == (0,)
+    assert _native.sample(*rows_of(np.zeros((2, 0))).arguments()).tolist() == [NOTHING_ALLOWED] * 2
+
+
+def test_wrong_arguments_are_refused():
+    good = rows_of(np.zeros((2, 5)))
+    for index in range(1, 7):
+        arguments = list(good.arguments())
+        arguments[index] = arguments[index][:1]
+        with pytest.raises(ValueError, match="1 entries for 2 rows"):
+            _native.sample(*arguments)
+    with pytest.raises(TypeError):
+        _native.sample(good.logits.astype(np.float64), *good.arguments()[1:])
+    with pytest.raises(TypeError):
+        _native.sample(good.logits[0], *good.arguments()[1:])
+    with pytest.raises(ValueError, match="unknown instruction set: sse"):
+        _native.sample(*good.arguments(), isa="sse")
+    chosen = np.array([0, 5], np.int32)
+    with pytest.raises(ValueError, match=r"chosen\[1\] is 5, outside the vocabulary of 5 tokens"):
+        _native.top_logprobs(good.logits, 1, chosen)
+    with pytest.raises(ValueError, match="top must be"):
+        _native.top_logprobs(good.logits, 6, chosen[:1].repeat(2))
+
+
+def test_speed_at_a_large_vocabulary():
+    """Far above the measured 0.1 to 0.6 ms, so that only a lost algorithm fails."""
+    logits = np.random.default_rng(0).standard_normal((1, 151936)).astype(np.float32) * 3
+    logits[0, :40] += 12
+    for knobs in ({}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.9}):
+        arguments = rows_of(logits, **knobs).arguments()
+        times = []
+        for _ in range(15):
+            start = time.perf_counter()
+            _native.sample(*arguments)
+            times.append(time.perf_counter() - start)
+        assert min(times) < 5e-3, knobs

@@ -1,0 +1,224 @@
+"""SamplingParams: what is refused, in which words, and what is normalised."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.errors import ForerunError, InvalidRequestError
+from forerun.sample import SamplingParams
+from forerun.sample.params import (
+    MAX_LOGPROBS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+
+
+def test_defaults_are_greedy_and_unseeded():
+    params = SamplingParams()
+    assert params.greedy
+    assert (params.max_tokens, params.seed, params.logprobs) == (16, None, None)
+    assert params.stop_strings == params.stop_token_ids == ()
+    params.validate_against(1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 1.0),
+        ("max_tokens", True),
+        ("max_tokens", "16"),
+        ("max_tokens", 2**31),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 1e-39),
+        ("temperature", 1e39),
+        ("temperature", 10**400),
+        ("temperature", True),
+        ("temperature", None),
+        ("temperature", "1"),
+        ("temperature", 1j),
+        ("temperature", np.array([1.0])),
+        ("top_k", -1),
+        ("top_k", 2.0),
+        ("top_k", np.bool_(True)),
+        ("top_k", 2**31),
+        ("top_p", -0.01),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("top_p", False),
+        ("min_p", -0.01),
+        ("min_p", 1.01),
+        ("min_p", np.float32(np.nan)),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", 0.0),
+        ("seed", True),
+        ("seed", np.int64(-1)),
+        ("min_tokens", -1),
+        ("min_tokens", None),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", b"a"),
+        ("stop", None),
+        ("stop", 3),
+        ("stop", [3]),
+        ("stop", {"a": 1}),
+        ("stop", "x" * (MAX_STOP_LENGTH + 1)),
+        ("stop", "\ud800"),
+        ("stop", [str(i) for i in range(MAX_STOP_STRINGS + 1)]),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", "3"),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", [1.0]),
+        ("stop_token_ids", range(MAX_STOP_TOKEN_IDS + 1)),
+        ("ignore_eos", 1),
+        ("ignore_eos", None),
+        ("include_stop_str_in_output", "yes"),
+        ("skip_special_tokens", 0),
+        ("logprobs", -1),
+        ("logprobs", MAX_LOGPROBS + 1),
+        ("logprobs", True),
+    ],
+)
+def test_refusals_name_the_field_and_what_was_expected(field, value):
+    with pytest.raises(InvalidRequestError, match="expected") as caught:
+        SamplingParams(**{field: value})
+    message = str(caught.value)
+    assert message.startswith(field)
+    assert len(message) < 250
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, ForerunError)
+
+
+def test_message_shows_the_value_and_the_range():
+    with pytest.raises(InvalidRequestError, match=r"^top_p=1\.5 is not allowed; .* from 0 to 1,"):
+        SamplingParams(top_p=1.5)
+
+
+def test_min_tokens_above_max_tokens():
+    with pytest.raises(InvalidRequestError, match=r"min_tokens=5 is above max_tokens=4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    assert SamplingParams(min_tokens=5, max_tokens=None).max_tokens is None
+    assert SamplingParams(min_tokens=4, max_tokens=4).min_tokens == 4
+
+
+def test_unknown_field_is_refused():
+    with pytest.raises(TypeError, match="top_q"):
+        SamplingParams(top_q=1)  # type: ignore[call-arg]
+
+
+def test_edges_of_the_ranges_are_allowed():
+    params = SamplingParams(
+        max_tokens=2**31 - 1, temperature=1e-6, top_k=2**31 - 1, top_p=0, min_p=1, seed=2**64 - 1
+    )
+    assert (params.top_p, params.min_p, params.seed) == (0.0, 1.0, 2**64 - 1)
+    assert math.copysign(1, SamplingParams(temperature=-0.0).temperature) == 1
+    assert len(SamplingParams(stop=["x" * MAX_STOP_LENGTH]).stop) == 1
+
+
+def test_numpy_scalars_become_python_numbers():
+    params = SamplingParams(
+        max_tokens=np.int16(3),
+        temperature=np.float32(0.5),
+        top_k=np.uint8(4),
+        top_p=np.float64(0.25),
+        min_p=np.int32(0),
+        seed=np.uint64(2**64 - 1),
+        ignore_eos=np.bool_(True),
+        stop_token_ids=np.array([7, 7, 5]),
+        logprobs=np.int64(0),
+    )
+    expected = SamplingParams(
+        max_tokens=3,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.25,
+        seed=2**64 - 1,
+        ignore_eos=True,
+        stop_token_ids=(7, 5),
+        logprobs=0,
+    )
+    assert params == expected
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        assert type(value) in (int, float, bool, tuple, type(None)), field.name
+    assert all(type(i) is int for i in params.stop_token_ids)
+
+
+def test_stops_are_tuples_without_duplicates_in_order():
+    params = SamplingParams(stop=["b", "a", "b"], stop_token_ids=[9, 2, 9])
+    assert params.stop == params.stop_strings == ("b", "a")
+    assert params.stop_token_ids == (9, 2)
+    assert SamplingParams(stop="ab").stop_strings == ("ab",)
+
+
+def test_later_changes_of_a_given_list_have_no_effect():
+    stops = ["a"]
+    params = SamplingParams(stop=stops)
+    stops.append("b")
+    assert params.stop_strings == ("a",)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.top_k = 3  # type: ignore[misc]
+
+
+def test_vocabulary():
+    SamplingParams(stop_token_ids=[99], logprobs=100).validate_against(100)
+    with pytest.raises(InvalidRequestError, match=r"stop_token_ids contains 100; .* 0 to 99"):
+        SamplingParams(stop_token_ids=[3, 100]).validate_against(100)
+    with pytest.raises(InvalidRequestError, match="logprobs=101"):
+        SamplingParams(logprobs=101).validate_against(100)
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        max_tokens=st.none() | st.integers(50, 1000),
+        temperature=st.just(0.0) | st.floats(2e-38, 1e38),
+        top_k=st.integers(0, 2**31 - 1),
+        top_p=st.floats(0, 1),
+        min_p=st.floats(0, 1),
+        seed=st.none() | st.integers(0, 2**64 - 1),
+        min_tokens=st.integers(0, 50),
+        stop=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=9), max_size=5),
+        stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=5),
+        logprobs=st.none() | st.integers(0, 20),
+    )
+)
+def test_valid_parameters_survive_copies(params):
+    assert dataclasses.replace(params) == params
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert hash(params) == hash(dataclasses.replace(params))
+    if params.temperature > 0:
+        assert np.float32(params.temperature) > 0
+        assert np.isfinite(np.float32(params.temperature))
+
+
+_ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.binary(),
+    st.lists(st.floats()),
+)
+
+
+@given(st.sampled_from([f.name for f in dataclasses.fields(SamplingParams)]), _ANYTHING)
+def test_anything_else_is_one_typed_error(field, value):
+    try:
+        SamplingParams(**{field: value})
+    except InvalidRequestError as error:
+        assert field in str(error)
