@@ -83,7 +83,8 @@ def forward(
 
     def norm(name: str, x: Array) -> Array:
         mean_square = np.mean(x * x, axis=-1, keepdims=True)
-        return x / np.sqrt(mean_square + x.dtype.type(config.rms_eps)) * get(f"{name}.weight")
+        y: Array = x / np.sqrt(mean_square + x.dtype.type(config.rms_eps)) * get(f"{name}.weight")
+        return y
 
     def attention(layer: int, x: Array) -> Array:
         name = f"blk.{layer}"

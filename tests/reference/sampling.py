@@ -36,7 +36,7 @@ def probabilities(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> Reference:
-    """The distribution after temperature, top-k, top-p, min-p, each renormalised before the next."""
+    """The distribution after temperature, top-k, top-p, min-p, renormalised before each."""
     scores = np.asarray(logits, dtype=np.float64) / temperature
     margin = math.inf
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
@@ -67,7 +67,7 @@ def log_softmax(logits: npt.ArrayLike) -> Floats:
 
 
 def chi_square_score(tokens: npt.ArrayLike, expected: Floats) -> float:
-    """How many standard deviations the counts of `tokens` lie above a fit to `expected` (float64[V]).
+    """How far the counts of `tokens` are from `expected` (float64[V]), in standard deviations.
 
     Pearson's statistic, brought to a normal score by Wilson and Hilferty's cube root. Tokens
     expected fewer than 5 times share one cell; a token that can't occur makes the score infinite.
@@ -91,7 +91,7 @@ def chi_square_score(tokens: npt.ArrayLike, expected: Floats) -> float:
 
 
 def ks_score(sample: npt.ArrayLike, cdf: Floats) -> float:
-    """Kolmogorov's sqrt(n) * D of a sample whose sorted values have the exact distribution values `cdf`.
+    """Kolmogorov's sqrt(n) * D of a sorted sample that the exact distribution maps to `cdf`.
 
     Values above 1.95 have a probability of 0.001.
     """

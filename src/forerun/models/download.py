@@ -233,8 +233,8 @@ def _fetch(entry: CatalogEntry, settings: DownloadSettings, progress: Progress) 
     )
     if wrong:
         raise HashMismatchError(
-            f"{message}The wrong bytes were removed. Try again, compare the SHA-256 in the catalog, "
-            "or give the path of a .gguf file instead of a name"
+            f"{message}The wrong bytes were removed. Try again, compare the SHA-256 in the "
+            "catalog, or give the path of a .gguf file instead of a name"
         )
     raise DownloadError(
         f"{message}Connect to the network and run: forerun models pull {entry.name} (what "
