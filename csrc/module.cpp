@@ -14,6 +14,7 @@
 #include <string>
 
 #include "repack.hpp"
+#include "sample.hpp"
 #include "tape.hpp"
 
 namespace nb = nanobind;
@@ -86,6 +87,7 @@ double read_bandwidth(Bytes data, int threads, int repeats) {
 NB_MODULE(_native, m) {
   m.doc() = "Native kernels of Forerun; use forerun.ops.";
 
+  register_sample(m);
   m.def("physical_cores", &physical_cores);
   m.def("instruction_set", [](const std::string& name) {
     const char* why = "";
@@ -171,13 +173,14 @@ NB_MODULE(_native, m) {
       .def("gather", [](PyTape& t, int in, int out) { t.tape.gather(in, out); })
       .def("head", [](PyTape& t, int in, int weight) { t.tape.head(in, weight); })
       .def("run", [](PyTape& t, KvCache* kv, Ints tokens, Ints positions, Ints row_start, Ints cached, Flags is_tree,
-                     Masks ancestors, Ints2 tables, Ints output, Matrix logits, IntsOut argmax) {
+                     Masks ancestors, Ints2 tables, Ints table_row, Ints output, Matrix logits, IntsOut argmax) {
         const size_t T = tokens.size(), R = cached.size();
         need(positions.size() == T && row_start.size() == R + 1 && is_tree.size() == R && ancestors.size() == T &&
-             tables.shape(0) == R && argmax.size() == output.size(), "run: array lengths differ");
-        const Step step{int(T), int(R), int(output.size()), int(logits.shape(0)), int(tables.shape(1)),
+             table_row.size() == R && argmax.size() == output.size(), "run: array lengths differ");
+        const Step step{int(T), int(R), int(output.size()), int(logits.shape(0)),
+                        int(tables.shape(0)), int(tables.shape(1)),
                         tokens.data(), positions.data(), row_start.data(), cached.data(), is_tree.data(),
-                        ancestors.data(), tables.data(), output.data(), logits.data(), argmax.data()};
+                        ancestors.data(), tables.data(), table_row.data(), output.data(), logits.data(), argmax.data()};
         const auto start = std::chrono::steady_clock::now();
         {
           nb::gil_scoped_release release;
@@ -185,7 +188,7 @@ NB_MODULE(_native, m) {
         }
         return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
       }, "kv"_a.none(), "tokens"_a, "positions"_a, "row_start"_a, "cached"_a, "is_tree"_a, "ancestors"_a, "tables"_a,
-         "output"_a, "logits"_a, "argmax"_a)
+         "table_row"_a, "output"_a, "logits"_a, "argmax"_a)
       .def("read", [](PyTape& t, int buffer, int rows) {
         const float* p = t.tape.rows(buffer, rows);
         Aligned<float> out(size_t(rows) * size_t(t.tape.width(buffer)));

@@ -267,9 +267,10 @@ void Tape::check(const Step& s, const KvCache* kv) const {
     }
     const int used = (s.cached[r] + count + kBlock - 1) / kBlock;
     if (kv != nullptr) {
+      if (s.table_row[r] < 0 || s.table_row[r] >= s.table_rows) bad("step: no such block table");
       if (used > s.table_width) bad("step: block table too short");
       for (int b = 0; b < used; b++) {
-        const int32_t id = s.tables[size_t(r) * size_t(s.table_width) + size_t(b)];
+        const int32_t id = s.table(r)[b];
         if (id < 0 || id >= kv->blocks()) bad("step: block out of range");
       }
     }
@@ -410,7 +411,7 @@ void Tape::run_attention(const Op& op, std::atomic<int>& next, int member, const
     const int begin = s.row_start[task.row];
     const AttnRow row{s.cached[task.row], s.row_start[task.row + 1] - begin,
                       s.is_tree[task.row] ? s.ancestors + begin : nullptr,
-                      s.tables + size_t(task.row) * size_t(s.table_width)};
+                      s.table(task.row)};
     k_->attention(op.attn, row, view, task.kv_head, task.first, task.n, at(op.in).data.data() + size_t(begin) * width,
                   at(op.out).data.data() + size_t(begin) * width, scratch_[size_t(member)].data());
   }
@@ -467,7 +468,7 @@ void Tape::execute(const Op& op, std::atomic<int>& next, int member, const Step&
         const int t = i / per_token, h = i % per_token;
         while (t >= s.row_start[row + 1]) row++;
         const int slot = s.cached[row] + t - s.row_start[row];
-        const int block = s.tables[size_t(row) * size_t(s.table_width) + size_t(slot / kBlock)];
+        const int block = s.table(row)[slot / kBlock];
         const int kind = h < heads ? 0 : h < heads + n_kv ? 1 : 2;
         const int head = kind == 0 ? h : (h - heads) % n_kv;
         Buffer& b = at(kind == 0 ? op.in : kind == 1 ? op.in2 : op.in3);

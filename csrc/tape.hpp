@@ -49,14 +49,16 @@ class KvCache {
 
 // One step's input; arrays are the caller's and only read.
 struct Step {
-  int tokens, rows, outputs, logits, table_width;
+  int tokens, rows, outputs, logits, table_rows, table_width;
+  const int32_t* table(int row) const { return tables + size_t(table_row[row]) * size_t(table_width); }
   const int32_t* token;      // [tokens]
   const int32_t* position;   // [tokens] for the rotary embedding
   const int32_t* row_start;  // [rows + 1] first query token of each row
   const int32_t* cached;     // [rows] committed keys
   const uint8_t* is_tree;    // [rows] the row's tokens see each other by `ancestors`
   const uint64_t* ancestors; // [tokens] bit i: token i of the row is seen (itself included); tree rows only
-  const int32_t* tables;     // [rows][table_width]
+  const int32_t* tables;     // [table_rows][table_width]
+  const int32_t* table_row;  // [rows] each row's block table
   const int32_t* output;     // [outputs] tokens whose next-token distribution is wanted
   float* logits_out;         // [logits][vocabulary] for the first `logits` outputs
   int32_t* argmax_out;       // [outputs], filled for the others; -1: no number was largest (NaN)

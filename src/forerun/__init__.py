@@ -1,0 +1,43 @@
+"""Forerun: a language model's answer sooner, without changing one character of it.
+
+Names are loaded when they are first used, so that a part that needs no engine (`forerun.errors`, the planner, the
+command line's help) doesn't load one.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forerun.engine.engine import Engine, RequestHandle, Scores
+    from forerun.engine.output import EngineStats, Piece, RequestOutput, RequestStats, TokenLogprob
+    from forerun.errors import ForerunError
+    from forerun.sample.params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Engine",
+    "EngineStats",
+    "ForerunError",
+    "Piece",
+    "RequestHandle",
+    "RequestOutput",
+    "RequestStats",
+    "SamplingParams",
+    "Scores",
+    "TokenLogprob",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'forerun' has no attribute {name!r}")
+    homes = {
+        "errors": ("ForerunError",),
+        "sample.params": ("SamplingParams",),
+        "engine.output": ("EngineStats", "Piece", "RequestOutput", "RequestStats", "TokenLogprob"),
+        "engine.engine": ("Engine", "RequestHandle", "Scores"),
+    }
+    home = next(module for module, names in homes.items() if name in names)
+    return getattr(import_module(f"forerun.{home}"), name)

@@ -44,3 +44,7 @@ class CacheError(ForerunError, OSError):
 
 class ConfigurationError(ForerunError, ValueError):
     """An engine setting or environment variable has a value that can't be used."""
+
+
+class NumericalError(ForerunError, ArithmeticError):
+    """A model's scores are not numbers: damaged weights, or activations that overflow."""

@@ -539,11 +539,12 @@ def test_opening_a_real_vocabulary_is_fast(path: Path) -> None:
     merges = [f"Ġt ok{i}" for i in range(151_387)]
     types = np.ones(len(tokens), np.int32)
     write_gguf(path, {"tokens": tokens, "types": types, "merges": merges})
+    # Processor time, and the best of several: a busy machine must not fail the test.
     seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
+    for _ in range(4):
+        start = time.process_time()
         f = GGUFFile.open(path)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         assert f.metadata["tokens"] == tokens
         assert f.metadata["merges"] == merges
         f.close()

@@ -133,6 +133,28 @@ def test_many_masses_in_one_histogram_bin():
     assert_native_equals_definition(rows)
 
 
+@pytest.mark.parametrize("top_p", [0.125, 0.25, 0.5, 0.75])
+def test_top_p_boundary_on_a_token_of_equal_logits(top_p):
+    """The mass of a whole number of tokens is reached exactly: the next one stays out."""
+    rows = rows_of(np.zeros((300, 128)), top_p=top_p)
+    assert_native_equals_definition(rows)
+    assert max(_native.sample(*rows.arguments())) < 128 * top_p
+
+
+def test_top_p_boundary_between_histogram_bins():
+    """Pairs of logits (0, z) with a float32 top_p whose share is the first token's to the bit."""
+    z = np.linspace(-1.2, -0.5, 1_000_000, dtype=np.float32)
+    first = 2**40
+    total = first + transforms.mass(transforms.exp32(z))
+    top_p = (first / total).astype(np.float32)
+    exact = np.ceil(top_p.astype(np.float64) * total) == first
+    assert exact.sum() > 2
+    for pair_z, pair_p in zip(z[exact], top_p[exact], strict=True):
+        rows = rows_of(np.tile(np.array([0, pair_z], np.float32), (50, 1)), top_p=pair_p)
+        assert_native_equals_definition(rows)
+        assert not _native.sample(*rows.arguments()).any()
+
+
 def test_noise_equals_the_definition_bit_for_bit():
     rng = np.random.default_rng(2)
     for seed, position, n in [(0, 0, 1), (2**64 - 1, 2**63, 70_001), (7, 123, 200_000)]:

@@ -154,7 +154,19 @@ def test_noise_of_related_keys_is_uncorrelated():
     assert correlation_score(base, base) > 100
 
 
+def test_both_halves_of_the_key_change_the_whole_noise():
+    """Hashing id ^ key once would only permute the noise among tokens."""
+    ids = np.arange(4096)
+    base = noise.noise_bits(noise.NoiseKey(5, 9), ids)
+    for key in (noise.NoiseKey(5, 8), noise.NoiseKey(5, 9 + 2**31), noise.NoiseKey(6, 8)):
+        other = noise.noise_bits(key, ids)
+        assert np.intersect1d(base, other).size < 5
+        assert abs(correlation_score(base, other)) < 4
+
+
 def test_no_two_positions_share_a_key():
+    golden = 0x9E37_79B9_7F4A_7C15
+    assert noise.noise_key(3 + golden, 7) != noise.noise_key(3, 8)
     keys = {noise.noise_key(s, t) for s in range(40) for t in range(2000)}
     assert len(keys) == 80_000
     for half in (0, 1):

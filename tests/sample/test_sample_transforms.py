@@ -122,11 +122,13 @@ def test_rows_without_a_distribution(temperature):
 
 
 def test_tiny_temperature_still_tells_close_logits_apart():
-    """20 and its float32 neighbour at 1e-6: a ratio of e^1.9, lost if divided unshifted."""
-    low = np.float32(20)
-    logits = np.array([low, np.nextafter(low, np.float32(21))])
-    p = reference.softmax(logits.astype(np.float64) / np.float64(np.float32(1e-6)))
-    tokens = [transforms.sample(logits, temperature=1e-6, seed=3, position=i) for i in range(1000)]
+    """Neighbours near 31.9 at 1.9e-6: a ratio of e, which dividing unshifted makes 1 or e^2."""
+    low = np.float32(31.9)
+    logits = np.array([low, np.nextafter(low, np.float32(32))])
+    p = reference.softmax(logits.astype(np.float64) / np.float64(np.float32(1.9e-6)))
+    tokens = [
+        transforms.sample(logits, temperature=1.9e-6, seed=3, position=i) for i in range(1000)
+    ]
     assert reference.chi_square_score(tokens, p) < 4
 
 

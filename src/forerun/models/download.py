@@ -151,14 +151,15 @@ def status(entry: CatalogEntry) -> CacheStatus:
         return CacheStatus("present", entry.size)
     if _has_size(entry):
         return CacheStatus("unverified", entry.size)
-    try:
-        lengths = [
-            path.stat().st_size
-            for path in entry.directory.glob(f".{entry.file}.*.partial")
-            if path.is_file()
-        ]
-    except OSError as error:
-        raise cache_error(error, entry.directory) from error
+    lengths = []
+    for path in entry.directory.glob(f".{entry.file}.*.partial"):
+        try:
+            lengths.append(path.stat().st_size)
+        except FileNotFoundError:
+            # A pull that ended at this moment took it away.
+            continue
+        except OSError as error:
+            raise cache_error(error, path) from error
     longest = max(lengths, default=0)
     return CacheStatus("partial" if longest else "absent", longest)
 

@@ -176,7 +176,7 @@ def config_from_gguf(
         embedding_scale=math.sqrt(hidden) if gemma3 and hidden > 0 else 1.0,
         activation="gelu_tanh" if gemma3 else "silu",
         tied_embeddings="output.weight" not in shapes,
-        attention_bias=any(f"blk.0.attn_{part}.bias" in shapes for part in "qkv"),
+        attention_bias=_attention_bias(architecture, shapes),
         qk_norm=architecture in ("qwen3", "gemma3"),
         post_norms=gemma3,
     )
@@ -189,6 +189,12 @@ def _refuse_unsupported(keys: _Keys) -> None:
             raise UnsupportedModelError(
                 f"GGUF metadata {keys.name(key)!r} is {value!r}: this feature is not supported."
             )
+
+
+def _attention_bias(architecture: Architecture, shapes: Shapes) -> bool:
+    # Some llama files have the three biases, and no key says so.
+    some = any(f"blk.0.attn_{part}.bias" in shapes for part in "qkv")
+    return architecture == "qwen2" or (architecture == "llama" and some)
 
 
 def _head_dim(keys: _Keys, hidden: int, n_heads: int) -> int:
@@ -209,9 +215,13 @@ def _head_dim(keys: _Keys, hidden: int, n_heads: int) -> int:
 
 
 def _vocab_size(keys: _Keys, shapes: Shapes) -> int:
-    if "token_embd.weight" not in shapes:
-        raise ModelFormatError("the GGUF file lacks the tensor 'token_embd.weight'.")
-    rows = shapes["token_embd.weight"][0]
+    shape = shapes.get("token_embd.weight")
+    if shape is None or len(shape) != 2:
+        raise ModelFormatError(
+            "the GGUF file lacks the tensor 'token_embd.weight' with two dimensions: it is "
+            "incomplete."
+        )
+    rows = shape[0]
     claims = {keys.name("vocab_size"): keys.get("vocab_size")}
     tokens = keys.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list):
@@ -296,10 +306,15 @@ def _windows(
 def _attention_scale(
     keys: _Keys, architecture: Architecture, n_layers: int, hidden: int, n_heads: int, head_dim: int
 ) -> float:
-    given = keys.number("attention.scale", 0.0)
-    if given:
-        return given
+    width = head_dim
     # The one Gemma 3 whose queries are scaled by hidden/heads; the files don't say so.
     if architecture == "gemma3" and n_layers == _GEMMA3_27B_LAYERS:
-        return 1.0 / math.sqrt(hidden // n_heads) if hidden >= n_heads else 0.0
-    return 1.0 / math.sqrt(head_dim) if head_dim > 0 else 0.0
+        width = hidden // n_heads
+    scale = 1.0 / math.sqrt(width) if width > 0 else 0.0
+    given = keys.number("attention.scale", 0.0)
+    if given and not math.isclose(given, scale, rel_tol=1e-6):
+        raise UnsupportedModelError(
+            f"GGUF metadata {keys.name('attention.scale')!r} is {given}, where {architecture} uses "
+            f"{scale}: another scale is not supported."
+        )
+    return scale

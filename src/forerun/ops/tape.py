@@ -80,7 +80,8 @@ class StepInput(NamedTuple):
     cached: npt.NDArray[np.int32]  # [R] keys already in the cache
     is_tree: npt.NDArray[np.uint8]  # [R]
     ancestors: npt.NDArray[np.uint64]  # [T]
-    tables: npt.NDArray[np.int32]  # [R, blocks] block tables, padded
+    tables: npt.NDArray[np.int32]  # [tables, blocks] block tables, padded
+    table_row: npt.NDArray[np.int32]  # [R] each row's place in tables
     output: npt.NDArray[np.int32]  # [O] tokens whose next-token distribution is wanted
 
 

@@ -1,0 +1,128 @@
+"""A request as the engine sees it: the scheduler's state plus text, log-probabilities and times."""
+
+from __future__ import annotations
+
+import time
+
+from forerun.engine.output import Piece, RequestOutput, RequestStats, TokenLogprob
+from forerun.engine.request import FinishReason, Request
+from forerun.engine.text import TextStream
+from forerun.errors import ForerunError
+from forerun.models.tokenizer import Tokenizer
+from forerun.sample.params import SamplingParams
+
+
+class LiveRequest:
+    """Everything about one request that no step needs as an array.
+
+    Attributes:
+        request: what the scheduler owns.
+        params: the caller's parameters.
+        seed: of the sampling noise.
+        banned: tokens that may not be chosen before `min_tokens` are out.
+    """
+
+    def __init__(
+        self, request_id: str, prompt_ids: list[int], params: SamplingParams, seed: int, tokenizer: Tokenizer
+    ) -> None:
+        self.request = Request(request_id, prompt_ids, params)
+        self.params = params
+        self.seed = seed
+        ends = frozenset() if params.ignore_eos else tokenizer.eos_ids
+        self._ends = ends | frozenset(params.stop_token_ids)
+        self.banned = sorted(self._ends) if params.min_tokens else []
+        self._text = TextStream(
+            tokenizer,
+            params.stop_strings,
+            keep_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+        )
+        self._logprobs: list[TokenLogprob] = []
+        self._taken = 0  # tokens whose piece was taken
+        self._submitted = time.perf_counter()
+        self._started: float | None = None
+        self._first_token: float | None = None
+        self._ended: float | None = None
+        self._end_taken = False
+        self._error: ForerunError | None = None
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the next token can't be chosen by taking the largest score alone."""
+        return not self.params.greedy or self.params.logprobs is not None or self.bans_now
+
+    @property
+    def bans_now(self) -> bool:
+        """Whether `banned` applies to the next token."""
+        return bool(self.banned) and self.request.n_output < self.params.min_tokens
+
+    def started(self, now: float) -> None:
+        """Notes the first step that ran the request."""
+        if self._started is None:
+            self._started = now
+
+    def accept(self, token: int, logprob: TokenLogprob | None, now: float) -> FinishReason | None:
+        """Takes in a token that the scheduler has committed; returns why the request ends with it, if it does."""
+        if self._first_token is None:
+            self._first_token = now
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        n = self.request.n_output
+        if token in self._ends and n > self.params.min_tokens:
+            # The end token's own text is not part of the answer.
+            return "stop"
+        if self._text.push(token, may_stop=n > self.params.min_tokens or not self.params.min_tokens):
+            return "stop"
+        return "length" if self.request.at_limit else None
+
+    def fail(self, error: ForerunError) -> None:
+        """Notes the error that ends the request."""
+        self._error = error
+
+    def raise_error(self) -> None:
+        """Raises what ended the request, if it was an error."""
+        if self._error is not None:
+            raise self._error
+
+    def ended(self, now: float) -> None:
+        """Closes the text."""
+        self._ended = now
+        self._text.finish(may_stop=self.request.finish_reason == "length")
+
+    def take_piece(self) -> Piece | None:
+        """What is new since the last call, or None; the piece with the finish reason comes once, last."""
+        finished = self.request.finished
+        text = self._text.take()
+        if not text and not (finished and not self._end_taken):
+            return None
+        n = self.request.n_output
+        ids = tuple(self.request.tokens[self.request.n_prompt + self._taken :])
+        logprobs = tuple(self._logprobs[self._taken :])
+        self._taken = n
+        self._end_taken = finished
+        return Piece(text, ids, logprobs, self.request.finish_reason)
+
+    def output(self) -> RequestOutput:
+        """The finished request. Raises what ended it, if it was an error."""
+        self.raise_error()
+        request = self.request
+        assert self._ended is not None and request.finish_reason is not None, "the request is still running"
+        first = self._first_token
+        return RequestOutput(
+            text=self._text.text,
+            token_ids=tuple(request.output_ids),
+            finish_reason=request.finish_reason,
+            prompt_token_ids=tuple(request.prompt_ids),
+            logprobs=tuple(self._logprobs),
+            seed=self.seed,
+            stats=RequestStats(
+                prompt_tokens=request.n_prompt,
+                cached_tokens=request.prefix_hit_tokens,
+                output_tokens=request.n_output,
+                steps=request.steps,
+                preemptions=request.preemptions,
+                queue_seconds=(self._ended if self._started is None else self._started) - self._submitted,
+                first_token_seconds=None if first is None else first - self._submitted,
+                total_seconds=self._ended - self._submitted,
+            ),
+        )
