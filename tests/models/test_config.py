@@ -170,6 +170,7 @@ def test_gguf_gemma3_windows_and_local_rope() -> None:
     assert (default.window_of(0), default.window_of(5)) == (8, None)
     every_third = read_gguf(spec, attention__sliding_window_pattern=3)
     assert every_third.window_layers == (True, True, False, True, True, False, True)
+    assert read_gguf(spec, rope__freq_base=None).rope.theta == 1e6
     local = read_gguf(spec, rope__freq_base_swa=500.0)
     assert local.rope_local == RopeConfig(500.0, "half", 64)
     linear = read_gguf(spec, rope__scaling__type="linear", rope__scaling__factor=8.0)
@@ -403,12 +404,20 @@ def test_hf_unsupported_features_are_named(
         "max_position_embeddings",
     ],
 )
-@pytest.mark.parametrize("value", [None, "four", True, [1], 1.5, -1, 0, 10**400])
-def test_hf_required_keys(key: str, value: Any) -> None:
+@pytest.mark.parametrize("value", ["four", True, [1], 1.5, -1, 0, 10**400])
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
+def test_hf_sizes(architecture: Any, key: str, value: Any) -> None:
     with pytest.raises(ModelFormatError) as caught:
-        read_hf(TinySpec("qwen2"), **{key: value})
+        read_hf(TinySpec(architecture), **{key: value})
     if not isinstance(value, int) or isinstance(value, bool):
         assert key in str(caught.value)
+
+
+def test_hf_missing_keys_are_named_unless_the_family_has_a_default() -> None:
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
+        with pytest.raises(ModelFormatError, match=f"lacks '{key}'"):
+            read_hf(TinySpec("qwen2"), **{key: None})
+    assert read_hf(TinySpec("gemma3"), vocab_size=None).vocab_size == 262208
 
 
 junk = st.one_of(

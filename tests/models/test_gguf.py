@@ -352,6 +352,10 @@ BAD_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "overflowing count": (with_entries(array(10, 2**61)), "more than the limit"),
     "strings count": (with_entries(array(8, 10**6)), "1000000 elements, more than the rest"),
     "string in array": (with_entries(array(8, 1, u64(2**64 - 1))), "string 0 of 'k' is longer"),
+    "last string cut by one byte": (
+        lambda: header(3, 0, 1) + array(8, 2, string("ab") + u64(5) + b"abcd"),
+        "string 1 of 'k' is longer",
+    ),
     "arrays count": (with_entries(array(9, 10**6)), "1000000 elements, more than the rest"),
     "deep nesting": (with_entries(array(9, 1, (u32(9) + u64(1)) * 1000)), "nested more than 4"),
     "alignment 0": (with_entries(entry("general.alignment", 0)), "power of two"),

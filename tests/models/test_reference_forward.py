@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,23 @@ def test_every_branch_of_a_tree_is_the_plain_sequence(
             path.insert(0, parents[path[0]])
         branch = np.concatenate([tokens[:prefix], tokens[prefix:][path]])
         np.testing.assert_allclose(logits[prefix + node], run(spec, branch)[-1], atol=1e-9)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_query_heads_share_keys_in_consecutive_groups(architecture: Any) -> None:
+    grouped = small(architecture)
+    config, weights = tiny_config(grouped), tiny_weights(grouped)
+    alone = dict(weights)
+    for name, values in weights.items():
+        if ".attn_k." in name or ".attn_v." in name:
+            heads = values.reshape(grouped.kv_heads, grouped.head_dim, -1)
+            repeated = heads.repeat(grouped.heads // grouped.kv_heads, axis=0)
+            alone[name] = repeated.reshape(-1, *values.shape[1:])
+    tokens = np.random.default_rng(6).integers(0, 290, 9)
+    ungrouped = replace(config, n_kv_heads=config.n_heads)
+    np.testing.assert_allclose(
+        forward(config, weights, tokens).logits, forward(ungrouped, alone, tokens).logits
+    )
 
 
 def test_a_chain_is_the_default() -> None:

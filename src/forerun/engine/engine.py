@@ -16,8 +16,8 @@ import numpy.typing as npt
 from forerun.engine.batch import StepBatch
 from forerun.engine.executor import Executor
 from forerun.engine.live import LiveRequest
-from forerun.engine.output import EngineStats, Piece, RequestOutput
-from forerun.engine.request import RowPlan
+from forerun.engine.output import EngineStats, Piece, RequestOutput, TokenLogprob
+from forerun.engine.request import FinishReason, Request, RowPlan
 from forerun.engine.sampler import Sampler
 from forerun.engine.scheduler import Scheduler
 from forerun.errors import CapacityError, ConfigurationError, InvalidRequestError, NumericalError
@@ -220,8 +220,28 @@ class Engine:
         with self._lock:
             seed = secrets.randbits(64) if params.seed is None else params.seed
             name = request_id if request_id is not None else f"request-{next(self._ids)}"
-            live = LiveRequest(name, ids, params, seed, self.tokenizer)
+            live = LiveRequest(Request(name, ids, params), params, seed, self.tokenizer)
             self.scheduler.add(live.request)
+            self._live[name] = live
+        return RequestHandle(self, live)
+
+    def fork(self, handle: RequestHandle, params: SamplingParams | None = None) -> RequestHandle:
+        """A second request that goes on from a live one's tokens and shares their KV (copied only where they part).
+
+        The output so far counts as the fork's own. `params` None continues exactly like the parent. Raises
+        `InvalidRequestError` if the request has ended.
+        """
+        with self._lock:
+            parent = handle._live
+            if parent.request.finished:
+                raise InvalidRequestError(f"request {handle.request_id!r} has ended; only a live request can be forked")
+            seed = parent.seed
+            if params is not None:
+                params.validate_against(self.config.vocab_size)
+                seed = secrets.randbits(64) if params.seed is None else params.seed
+            name = f"request-{next(self._ids)}"
+            request = self.scheduler.fork(parent.request, name, params)
+            live = parent.fork(request, params or parent.params, seed)
             self._live[name] = live
         return RequestHandle(self, live)
 
@@ -308,7 +328,7 @@ class Engine:
         self._steps += 1
         self._computed += plan.n_tokens
 
-    def _commit(self, row: RowPlan, live: LiveRequest, token: int | None, detail: Any, now: float) -> None:
+    def _commit(self, row: RowPlan, live: LiveRequest, token: int | None, detail: TokenLogprob | None, now: float) -> None:
         if token is None:
             self.scheduler.commit(row, ())
             return
@@ -321,11 +341,16 @@ class Engine:
             return
         self.scheduler.commit(row, (token,))
         self._emitted += 1
-        reason = live.accept(token, detail, now)
+        try:
+            reason = live.accept(token, detail, now)
+        except BaseException:
+            # The token is committed, its text isn't: such a request can't go on.
+            self._finish(live, "error", now)
+            raise
         if reason is not None:
             self._finish(live, reason, now)
 
-    def _finish(self, live: LiveRequest, reason: Any, now: float) -> None:
+    def _finish(self, live: LiveRequest, reason: FinishReason, now: float) -> None:
         self.scheduler.finish(live.request, reason)
         self.batch.leave(live.request)
         self._live.pop(live.request.request_id, None)

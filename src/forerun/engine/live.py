@@ -22,12 +22,11 @@ class LiveRequest:
         banned: tokens that may not be chosen before `min_tokens` are out.
     """
 
-    def __init__(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams, seed: int, tokenizer: Tokenizer
-    ) -> None:
-        self.request = Request(request_id, prompt_ids, params)
+    def __init__(self, request: Request, params: SamplingParams, seed: int, tokenizer: Tokenizer) -> None:
+        self.request = request
         self.params = params
         self.seed = seed
+        self._tokenizer = tokenizer
         ends = frozenset() if params.ignore_eos else tokenizer.eos_ids
         self._ends = ends | frozenset(params.stop_token_ids)
         self.banned = sorted(self._ends) if params.min_tokens else []
@@ -71,9 +70,17 @@ class LiveRequest:
         if token in self._ends and n > self.params.min_tokens:
             # The end token's own text is not part of the answer.
             return "stop"
-        if self._text.push(token, may_stop=n > self.params.min_tokens or not self.params.min_tokens):
+        if self._text.push(token, may_stop=n >= self.params.min_tokens):
             return "stop"
         return "length" if self.request.at_limit else None
+
+    def fork(self, request: Request, params: SamplingParams, seed: int) -> LiveRequest:
+        """The state of `request`, which the scheduler forked from this one's, with the output so far."""
+        twin = LiveRequest(request, params, seed, self._tokenizer)
+        twin._logprobs = self._logprobs.copy()
+        for token in request.output_ids:
+            twin._text.push(token, may_stop=False)
+        return twin
 
     def fail(self, error: ForerunError) -> None:
         """Notes the error that ends the request."""

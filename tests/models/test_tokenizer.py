@@ -1,0 +1,640 @@
+"""The tokenizer against slow references, known ids, and the golden texts of the real models."""
+
+from __future__ import annotations
+
+import json
+import time
+import unicodedata
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, processors
+from tokenizers import Tokenizer as Backend
+
+from forerun.errors import InvalidRequestError, ModelFormatError, UnsupportedModelError
+from forerun.models.catalog import Catalog
+from forerun.models.chat import ChatTemplate
+from forerun.models.gguf import GGUFFile
+from forerun.models.tokenizer import StreamDecoder, Tokenizer
+from forerun.models.tokenizer_gguf import TokenKind, merges_from_scores, vocabulary_from_gguf
+from reference.tiny import TinySpec, byte_alphabet, tiny_metadata, write_tiny_folder
+
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
+CATALOG_NAMES = {
+    "smollm2-135m": "smollm2-135m-instruct",
+    "coder-0.5b": "qwen2.5-coder-0.5b-instruct",
+    "coder-1.5b": "qwen2.5-coder-1.5b-instruct",
+}
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+NFC_TEXT = TEXT.map(lambda text: unicodedata.normalize("NFC", text))
+
+
+def byte_level(pre: str = "gpt-2", **changes: Any) -> Tokenizer:
+    """The tiny models' byte-level tokenizer; keyword None removes a key."""
+    extra = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    spec = TinySpec("llama", metadata={"tokenizer.ggml.pre": pre, **extra})
+    return Tokenizer.from_gguf(tiny_metadata(spec))
+
+
+PIECES = ["▁", "a", "b", "c", "▁a", "ab", "abc", "bc", "▁ab", "c▁", "é", "▁▁a"]
+
+
+def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
+    """<unk> 0, <s> 1, </s> 2, <turn> 3, 256 bytes, "\\n\\n" and two spaces, then `PIECES`."""
+    tokens = ["<unk>", "<s>", "</s>", "<turn>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    kinds = [2, 3, 3, 3] + [6] * 256
+    tokens += ["\n\n", "  ", *PIECES]
+    kinds += [4, 4] + [1] * len(PIECES)
+    scores = [-1000.0] * 262 + [-float(n) for n in range(len(PIECES))]
+    metadata: dict[str, Any] = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": tokens,
+        "token_type": np.array(kinds, np.int32),
+        "scores": np.array(scores, np.float32),
+        "unknown_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "add_space_prefix": False,
+        **changes,
+    }
+    return {f"tokenizer.ggml.{k}": v for k, v in metadata.items() if v is not None}
+
+
+def sentencepiece(**changes: Any) -> Tokenizer:
+    return Tokenizer.from_gguf(sentencepiece_metadata(**changes))
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, Tokenizer]:
+    return {
+        "gpt-2": byte_level(),
+        "qwen2": byte_level("qwen2"),
+        "gemma": sentencepiece(),
+        "llama-2": sentencepiece(add_space_prefix=True),
+    }
+
+
+def real(name: str) -> Iterator[GGUFFile]:
+    entry = Catalog.load().get(name)
+    if not entry.path.is_file():
+        pytest.skip(f"{name} is not in the cache: run `forerun models pull {name}`")
+    with GGUFFile.open(entry.path) as file:
+        yield file
+
+
+@pytest.fixture(scope="module", params=sorted(CATALOG_NAMES))
+def golden(request: pytest.FixtureRequest) -> Iterator[tuple[Tokenizer, GGUFFile, str]]:
+    if not (GOLDEN / f"{request.param}.json").is_file():
+        pytest.skip(f"../shared/golden/{request.param}.json is absent")
+    for file in real(CATALOG_NAMES[request.param]):
+        yield Tokenizer.from_gguf(file.metadata), file, request.param
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Iterator[Tokenizer]:
+    for file in real("gemma-3-270m"):
+        yield Tokenizer.from_gguf(file.metadata)
+
+
+@pytest.mark.model
+def test_golden_texts_prompts_and_answers(golden: tuple[Tokenizer, GGUFFile, str]) -> None:
+    tokenizer, file, name = golden
+    facts = json.loads((GOLDEN / f"{name}.json").read_text("utf-8"))
+    with np.load(GOLDEN / f"{name}.npz") as arrays:
+        for key, entry in facts["texts"].items():
+            expected = arrays[f"{key}_tokens"].tolist()
+            assert tokenizer.encode(entry["text"]) == expected
+            assert tokenizer.encode_plain(entry["text"]) == expected
+            assert tokenizer.decode(expected) == entry["text"]
+    template = ChatTemplate(str(file.metadata["tokenizer.chat_template"]), "", "")
+    for chat in facts["chat"]:
+        prompt = template.render([{"role": "user", "content": chat["user"]}])
+        assert prompt == chat["prompt"]
+        assert tokenizer.encode(prompt, add_special=False) == chat["prompt_ids"]
+        assert tokenizer.decode(chat["greedy_ids"], skip_special=False) == chat["greedy_text"]
+
+
+@pytest.mark.model
+def test_real_byte_level_round_trip(golden: tuple[Tokenizer, GGUFFile, str]) -> None:
+    tokenizer, file, _ = golden
+    tokens = set(file.metadata["tokenizer.ggml.tokens"])  # type: ignore[arg-type]
+    lacking = {byte for byte, letter in enumerate(byte_alphabet()) if letter not in tokens}
+
+    @settings(max_examples=300, deadline=None)
+    @given(NFC_TEXT)
+    def check(text: str) -> None:
+        ids = tokenizer.encode_plain(text)
+        assert not any(map(tokenizer.is_special, ids))
+        if lacking.isdisjoint(text.encode()):
+            assert tokenizer.decode(ids) == text
+
+    check()
+
+
+# Ids that llama.cpp's own tokenizer gives for the same file.
+GEMMA_FACTS = {
+    "Hello, world!": [9259, 236764, 1902, 236888],
+    "  a   b\n\n\nc\t\td": [138, 236746, 139, 236763, 109, 236755, 255969, 236753],
+    "<b>hi</b> é日本語🦊\0": [200, 2202, 209, 1559, 94951, 249086, 238],
+    " " * 70 + "x": [167, 167, 144, 236781],
+}
+
+
+@pytest.mark.model
+def test_gemma_facts(gemma: Tokenizer) -> None:
+    for text, ids in GEMMA_FACTS.items():
+        assert gemma.encode_plain(text) == ids
+        assert gemma.encode(text) == [2, *ids]
+        assert gemma.decode(ids) == text
+    turn = "<start_of_turn>user\nhi<end_of_turn>\n"
+    assert gemma.encode(turn) == [2, 105, 2364, 107, 2202, 106, 107]
+    assert not {105, 106} & set(gemma.encode_plain(turn))
+    assert gemma.eos_ids == {1, 106}
+
+    @settings(max_examples=300, deadline=None)
+    @given(TEXT)
+    def round_trip(text: str) -> None:
+        assert gemma.decode(gemma.encode_plain(text)) == text.replace("▁", " ")
+
+    round_trip()
+
+
+PRES = ("gpt-2", "smollm", "qwen2", "llama-bpe", "tekken", "default")
+WORDS = {
+    # text: its words, one column for each of PRES
+    "I'LL don't": (
+        "I|'|LL| don|'t",
+        "I|'|LL| don|'t",
+        "I|'LL| don|'t",
+        "I|'LL| don|'t",
+        "I|'LL| don|'t",
+        "I|'|LL| don|'|t",
+    ),
+    "x 12345": (
+        "x| 12345",
+        "x| |1|2|3|4|5",
+        "x| |1|2|3|4|5",
+        "x| |123|45",
+        "x| |1|2|3|4|5",
+        "x| |123|45",
+    ),
+    "a,b  c": ("a|,|b| | c",) * 2 + ("a|,b| | c",) * 3 + ("a|,|b| | c",),
+    "f() \n\n g": ("f|()| \n\n| g",) * 6,
+    "p\t\tq": ("p|\t|\t|q",) * 2 + ("p|\t|\tq",) * 3 + ("p|\t|\t|q",),
+    "aB.\ncD/\n": (
+        "aB|.|\n|cD|/|\n",
+        "aB|.|\n|cD|/|\n",
+        "aB|.\n|cD|/\n",
+        "aB|.\n|cD|/\n",
+        "a|B|.\n|c|D|/\n",
+        "aB|.|\n|cD|/|\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("pre", PRES)
+def test_each_pre_tokenizer_cuts_words_as_its_models_do(pre: str) -> None:
+    spec = TinySpec("llama", metadata={"tokenizer.ggml.pre": pre})
+    splitter = vocabulary_from_gguf(tiny_metadata(spec)).backend.pre_tokenizer
+    for text, expected in WORDS.items():
+        alphabet = {letter: byte for byte, letter in enumerate(byte_alphabet())}
+        found = [
+            bytes(alphabet[letter] for letter in word).decode()
+            for word, _ in splitter.pre_tokenize_str(text)
+        ]
+        assert "|".join(found) == expected[PRES.index(pre)]
+
+
+def test_only_qwen_normalises() -> None:
+    text = "e\u0301"
+    assert byte_level("qwen2").decode(byte_level("qwen2").encode(text)) == "\u00e9"
+    for pre in PRES:
+        if pre != "qwen2":
+            assert byte_level(pre).decode(byte_level(pre).encode(text)) == text
+
+
+def test_llama3_takes_a_whole_word_before_any_merge() -> None:
+    # Without merges only `ignore_merges` finds a word of two letters.
+    for pre, count in (("llama-bpe", 1), ("tekken", 1), ("qwen2", 2), ("gpt-2", 2)):
+        tokenizer = byte_level(pre, merges=[])
+        ids = tokenizer.encode_plain("in")
+        assert tokenizer.decode(ids) == "in"
+        assert len(ids) == count
+
+
+def slow_bpe(symbols: list[str], merges: Sequence[tuple[str, str]]) -> list[str]:
+    """BPE by its definition: always the first rule that applies, always its leftmost place."""
+    while True:
+        for left, right in merges:
+            places = [
+                n for n in range(len(symbols) - 1) if symbols[n] == left and symbols[n + 1] == right
+            ]
+            if places:
+                at = places[0]
+                symbols = [*symbols[:at], left + right, *symbols[at + 2 :]]
+                break
+        else:
+            return symbols
+
+
+def slow_merges(scores: dict[str, float]) -> list[tuple[str, str]]:
+    """The converter's rule, word for word."""
+    found = []
+    for whole, score in scores.items():
+        for cut in range(1, len(whole)):
+            left, right = whole[:cut], whole[cut:]
+            if left in scores and right in scores:
+                found.append((left, right, score))
+    found.sort(key=lambda merge: (merge[2], len(merge[0]), len(merge[1])), reverse=True)
+    return [(left, right) for left, right, _ in found]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.text("ab▁", min_size=2, max_size=5), unique=True, max_size=10),
+    st.data(),
+)
+def test_scores_give_the_converters_merges_and_bpe_by_its_definition(
+    longer: list[str], data: st.DataObject
+) -> None:
+    pieces = ["a", "b", "▁", *longer]
+    scores = data.draw(
+        st.lists(st.integers(-4, 0).map(float), min_size=len(pieces), max_size=len(pieces))
+    )
+    kinds = bytes([TokenKind.NORMAL]) * len(pieces)
+    merges = slow_merges(dict(zip(pieces, scores, strict=True)))
+    assert merges_from_scores(pieces, kinds, scores) == merges
+
+    base = sentencepiece_metadata()
+    first = 262
+    metadata = base | {
+        "tokenizer.ggml.tokens": [*base["tokenizer.ggml.tokens"][:260], "\n\n", "<x>", *pieces],
+        "tokenizer.ggml.token_type": [2, 3, 3, 3, *[6] * 256, 4, 4, *kinds],
+        "tokenizer.ggml.scores": [-1000.0] * first + scores,
+    }
+    tokenizer = Tokenizer.from_gguf(metadata)
+    text = data.draw(st.text("ab ", max_size=12))
+    # A user-defined piece counts as score 0, but none can be spelt with these letters.
+    symbols = slow_bpe(list(text.replace(" ", "▁")), merges)
+    assert tokenizer.encode_plain(text) == [first + pieces.index(symbol) for symbol in symbols]
+
+
+def test_user_defined_pieces_win_over_scores_and_special_ones_never_merge() -> None:
+    tokenizer = sentencepiece()
+    ids = tokenizer.encode_plain("   a\n\n\n")
+    texts = [tokenizer.token_bytes(index) for index in ids]
+    assert texts == [b"  ", b" a", b"\n\n", b"\n"]
+    kinds = bytes([1, 1, 3, 6, 5, 2])
+    assert merges_from_scores(["<", "s>", "<s>", "<s><", "s><", "s>s>"], kinds, [0.0] * 6) == []
+
+
+def test_characters_outside_the_vocabulary_become_bytes() -> None:
+    tokenizer = sentencepiece()
+    fox = tokenizer.encode_plain("🦊")
+    assert [tokenizer.token_bytes(index) for index in fox] == [b"\xf0", b"\x9f", b"\xa6", b"\x8a"]
+    assert tokenizer.decode(fox) == "🦊"
+    assert tokenizer.token_bytes(tokenizer.encode_plain("é")[0]) == "é".encode()
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXT)
+def test_round_trip(tokenizers: dict[str, Tokenizer], text: str) -> None:
+    def again(name: str) -> str:
+        return tokenizers[name].decode(tokenizers[name].encode_plain(text))
+
+    assert again("gpt-2") == text
+    assert again("qwen2") == unicodedata.normalize("NFC", text)
+    assert again("gemma") == text.replace("▁", " ")
+    if "\n\n" not in text:
+        assert again("llama-2") == text.replace("▁", " ")
+
+
+def test_llama2_space_prefix() -> None:
+    tokenizer = sentencepiece(add_space_prefix=True)
+    assert tokenizer.encode_plain("ab") == [262 + PIECES.index("▁ab")]
+    assert tokenizer.decode(tokenizer.encode_plain("ab")) == "ab"
+    assert tokenizer.decode(tokenizer.encode_plain(" ab")) == " ab"
+    assert tokenizer.decode([1, 262 + PIECES.index("▁ab")]) == "ab"
+    assert tokenizer.decode([1, 262 + PIECES.index("▁ab")], skip_special=False) == "<s> ab"
+    assert sentencepiece(add_space_prefix=None).encode_plain("ab") == [262 + PIECES.index("▁ab")]
+    assert sentencepiece().encode_plain("ab") == [262 + PIECES.index("ab")]
+
+
+SPECIAL_TEXT = {"gpt-2": "<|im_end|>", "qwen2": "<|im_start|>", "gemma": "<turn>", "llama-2": "<s>"}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(SPECIAL_TEXT)), st.lists(st.text("<>|im_endstarurn ", max_size=6)))
+def test_special_tokens_are_parsed_by_encode_and_never_by_encode_plain(
+    tokenizers: dict[str, Tokenizer], name: str, parts: list[str]
+) -> None:
+    tokenizer, special = tokenizers[name], SPECIAL_TEXT[name]
+    text = special.join(parts)
+    plain = tokenizer.encode_plain(text)
+    assert not any(map(tokenizer.is_special, plain))
+    assert tokenizer.decode(plain) == text
+    parsed = tokenizer.encode(text, add_special=False)
+    names = [
+        tokenizer.token_bytes(index).decode() for index in parsed if tokenizer.is_special(index)
+    ]
+    assert names.count(special) >= len(parts) - 1
+    assert tokenizer.decode(parsed, skip_special=False).replace(" ", "") == text.replace(" ", "")
+
+
+def test_begin_and_end_tokens() -> None:
+    tiny = byte_level(add_bos_token=True)
+    assert (tiny.bos_id, tiny.add_bos) == (292, True)
+    assert tiny.encode("") == [292]
+    assert tiny.encode("", add_special=False) == tiny.encode_plain("") == []
+    assert tiny.encode("<|endoftext|>", add_special=False) == [292]
+    # <|im_end|> is the file's end token, <|endoftext|> ends every model that has it.
+    assert tiny.eos_ids == {292, 294}
+    assert byte_level().encode("") == []
+    # What holds where the file doesn't say.
+    assert byte_level(add_bos_token=None).add_bos is False
+    assert byte_level("llama-bpe", add_bos_token=None).add_bos is True
+    assert sentencepiece(add_bos_token=None).encode("a")[0] == 1
+    assert sentencepiece(add_bos_token=False).encode("a")[0] != 1
+    assert byte_level("llama-bpe", add_bos_token=None, bos_token_id=None).add_bos is False
+    assert sentencepiece(eot_token_id=3, eom_token_id=1).eos_ids == {1, 2, 3}
+    assert sentencepiece(eos_token_id=None).eos_ids == frozenset()
+
+
+def test_token_bytes_and_kinds() -> None:
+    tiny = byte_level()
+    letters = byte_alphabet()
+    assert all(tiny.token_bytes(byte) == bytes([byte]) for byte in range(len(letters)))
+    assert tiny.token_bytes(292) == b"<|endoftext|>"
+    assert tiny.token_bytes(299) == b"[PAD4]"
+    assert [tiny.is_special(index) for index in (0, 291, 292, 294, 299)] == [0, 0, 1, 1, 1]
+    assert tiny.decode([292, 72, 299]) == "H"
+    llama = sentencepiece()
+    assert llama.token_bytes(4 + 0x0A) == b"\n"
+    assert llama.token_bytes(261) == b"  "
+    assert llama.token_bytes(262) == b" "
+    assert llama.is_special(0)
+    assert not llama.is_special(4)
+    assert not llama.is_special(260)
+    # A token outside the byte alphabet is taken as it is written.
+    odd = byte_level(tokens=[*tiny_metadata(TinySpec("llama"))["tokenizer.ggml.tokens"][:291],
+                             "日 本", *["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+                             *[f"[PAD{n}]" for n in range(5)]], merges=[])  # fmt: skip
+    assert odd.token_bytes(291) == "日 本".encode()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(["gpt-2", "gemma", "llama-2"]),
+    st.lists(st.lists(st.integers(0, 299), max_size=6), max_size=6),
+    st.booleans(),
+)
+def test_stream_equals_decode_for_any_ids_and_chunks(
+    tokenizers: dict[str, Tokenizer], name: str, chunks: list[list[int]], skip: bool
+) -> None:
+    tokenizer = tokenizers[name]
+    chunks = [[index % tokenizer.vocab_size for index in chunk] for chunk in chunks]
+    ids = [index for chunk in chunks for index in chunk]
+    shown = [index for index in ids if not (skip and tokenizer.is_special(index))]
+    expected = b"".join(map(tokenizer.token_bytes, shown))
+    if name == "llama-2" and expected[:1] == b" ":
+        expected = expected[1:]
+    text = expected.decode("utf-8", errors="replace")
+    assert tokenizer.decode(ids, skip_special=skip) == text
+    decoder = StreamDecoder(tokenizer, skip_special=skip)
+    for _ in range(2):
+        pieces = [decoder.push(chunk) for chunk in chunks]
+        assert text.startswith("".join(pieces))
+        assert "".join(pieces) + decoder.flush() == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXT)
+def test_stream_never_splits_a_character(tokenizers: dict[str, Tokenizer], text: str) -> None:
+    tokenizer = tokenizers["gpt-2"]
+    ids = tokenizer.encode_plain(text)
+    decoder = StreamDecoder(tokenizer)
+    for count, index in enumerate(ids, start=1):
+        piece = decoder.push([index])
+        assert "\ufffd" not in piece or "\ufffd" in text
+        done = b"".join(map(tokenizer.token_bytes, ids[:count]))
+        if len(done.decode("utf-8", errors="ignore").encode()) == len(done):
+            # Nothing is held back that could be shown.
+            assert piece or not tokenizer.token_bytes(index)
+    assert decoder.flush() == ""
+
+
+def test_emoji_over_two_steps_and_truncation_inside_a_character() -> None:
+    tokenizer = sentencepiece()
+    fox = tokenizer.encode_plain("🦊")
+    decoder = StreamDecoder(tokenizer)
+    assert [decoder.push(fox[:2]), decoder.push(fox[2:]), decoder.flush()] == ["", "🦊", ""]
+    assert [decoder.push(fox[:3]), decoder.flush()] == ["", "\ufffd"]
+    assert tokenizer.decode(fox[:3]) == "\ufffd"
+    # A special token between the bytes isn't part of the text.
+    assert decoder.push([fox[0], 1, *fox[1:]]) == "🦊"
+
+
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    tokenizer = byte_level()
+    for index in (-1, 300):
+        for use in (
+            tokenizer.token_bytes,
+            tokenizer.is_special,
+            lambda n: tokenizer.decode([n]),
+            lambda n: StreamDecoder(tokenizer).push([72, n]),
+        ):
+            with pytest.raises(InvalidRequestError, match=f"{index} is outside.*0 to 299"):
+                use(index)
+    decoder = StreamDecoder(tokenizer)
+    with pytest.raises(InvalidRequestError):
+        decoder.push([72, 300])
+    assert decoder.push([73]) == "I"
+
+
+@pytest.mark.parametrize("text", ["a\ud800", b"a", 5, None])
+def test_what_is_not_text_is_refused(text: Any) -> None:
+    for use in (byte_level().encode, byte_level().encode_plain):
+        with pytest.raises(InvalidRequestError, match=r"surrogate|expected a text"):
+            use(text)
+
+
+@pytest.mark.parametrize(
+    "unit", ["a", " ", "\n", " \n", "🦊", "hello ", "<|im_end|>", "1", "'", "x  ", "e\u0301"]
+)
+def test_long_inputs_take_linear_time(tokenizers: dict[str, Tokenizer], unit: str) -> None:
+    # Quadratic behaviour would need minutes.
+    text = unit * (100_000 // len(unit))
+    started = time.process_time()
+    for tokenizer in tokenizers.values():
+        tokenizer.encode_plain(text)
+        tokenizer.encode(text)
+    assert time.process_time() - started < 10
+
+
+def test_threads_share_a_tokenizer(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["qwen2"]
+    text = "the <|im_end|> and in " * 50
+    expected = (tokenizer.encode(text), tokenizer.encode_plain(text))
+    with ThreadPoolExecutor(4) as pool:
+        both = pool.map(lambda _: (tokenizer.encode(text), tokenizer.encode_plain(text)), range(40))
+        assert all(pair == expected for pair in both)
+
+
+def test_arrays_may_be_lists_or_numpy() -> None:
+    metadata = sentencepiece_metadata()
+    as_lists = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in metadata.items()}
+    text = "  abc\n\n🦊"
+    assert Tokenizer.from_gguf(as_lists).encode(text) == Tokenizer.from_gguf(metadata).encode(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": None}, "model' is missing"),
+        ({"model": 3}, "model' is wrong"),
+        ({"pre": None}, "pre' is missing"),
+        ({"tokens": None}, "tokens' is missing"),
+        ({"tokens": []}, "tokens' is empty"),
+        ({"tokens": [1, 2]}, "tokens' is wrong, expected an array of texts"),
+        ({"tokens": ["a"] * 300}, "has 'a' twice, as ids 0 and 1"),
+        ({"token_type": [1] * 299}, r"expected 300 entries, one a token \(it has 299\)"),
+        ({"token_type": [9] * 300}, "kinds from 1 to 6"),
+        ({"token_type": "x"}, "array of numbers"),
+        ({"merges": None}, "merges' is missing"),
+        ({"merges": ["ab"]}, "entry 'ab', expected two pieces"),
+        ({"merges": ["日 本"]}, "doesn't fit"),
+        ({"merges": ["a z"]}, "doesn't fit"),
+        ({"bos_token_id": 300}, r"an id below 300 \(it is 300\)"),
+        ({"eos_token_id": -1}, "an id below 300"),
+        ({"eos_token_id": True}, "an id below 300"),
+        ({"add_bos_token": 1}, "true or false"),
+        ({"add_bos_token": True, "bos_token_id": None}, "there is no 'tokenizer.ggml.bos_token_id"),
+    ],
+)
+def test_broken_byte_level_metadata(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        byte_level(**{"pre": "gpt-2", **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scores": None}, "scores' is missing"),
+        ({"scores": [0.0] * 3}, "expected 274 entries"),
+        ({"scores": [float("nan")] * 274}, "a finite number"),
+        ({"token_type": [6] * 274}, "stands for a byte but is written '<unk>'"),
+        (
+            {"token_type": [1] * 274, "unknown_token_id": None},
+            "neither a token for each of the 256",
+        ),
+    ],
+)
+def test_broken_sentencepiece_metadata(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        sentencepiece(**changes)
+
+
+def test_what_forerun_does_not_have_is_named() -> None:
+    with pytest.raises(UnsupportedModelError, match="'deepseek-llm'; Forerun has default, gpt-2"):
+        byte_level("deepseek-llm")
+    with pytest.raises(UnsupportedModelError, match="'bert'"):
+        byte_level(model="bert")
+    with pytest.raises(UnsupportedModelError, match="removes extra spaces"):
+        sentencepiece(remove_extra_whitespaces=True)
+
+
+def test_unused_tokens_may_repeat() -> None:
+    tokens = [*tiny_metadata(TinySpec("llama"))["tokenizer.ggml.tokens"][:295], *["[PAD]"] * 5]
+    assert byte_level(tokens=tokens).encode_plain("[PAD]")[0] < 256
+
+
+def test_folder_equals_gguf(tmp_path: Path) -> None:
+    spec = TinySpec("qwen2")
+    folder = Tokenizer.from_folder(write_tiny_folder(tmp_path, spec))
+    gguf = Tokenizer.from_gguf(tiny_metadata(spec))
+    assert (folder.vocab_size, folder.bos_id, folder.add_bos) == (300, gguf.bos_id, False)
+    assert folder.eos_ids == gguf.eos_ids
+    text = "The <|im_start|>user and\n\n  the def 日本 it's"
+    assert folder.encode(text) == gguf.encode(text)
+    assert folder.encode_plain(text) == gguf.encode_plain(text)
+    for index in range(295):
+        assert folder.token_bytes(index) == gguf.token_bytes(index)
+        assert folder.is_special(index) == gguf.is_special(index)
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    document = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(document | changes))
+
+
+def test_folder_settings(tmp_path: Path) -> None:
+    write_tiny_folder(tmp_path, TinySpec("qwen2"))
+    change_json(tmp_path / "config.json", vocab_size=310)
+    change_json(tmp_path / "generation_config.json", eos_token_id=[293, 7, 999])
+    change_json(tmp_path / "tokenizer_config.json", bos_token={"content": "<|im_start|>"},
+                add_bos_token=True)  # fmt: skip
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    change_json(tmp_path / "tokenizer.json", truncation=cut)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.vocab_size == 310
+    assert tokenizer.is_special(309)
+    assert tokenizer.token_bytes(309) == b"[PAD309]"
+    assert tokenizer.eos_ids == {292, 293, 294, 7}
+    assert tokenizer.encode("") == [293]
+    assert len(tokenizer.encode("zzzzzz")) == 7
+    assert len(tokenizer.encode_plain("zzzzzz")) == 6
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_sentencepiece_folder_equals_gguf(tmp_path: Path, prefix: bool) -> None:
+    metadata = sentencepiece_metadata(add_space_prefix=prefix)
+    backend = Backend.from_str(vocabulary_from_gguf(metadata).backend.to_str())
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, *[decoders.Strip(" ", 1, 0)] * prefix])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    folder, gguf = Tokenizer.from_folder(tmp_path), Tokenizer.from_gguf(metadata)
+    assert (folder.bos_id, folder.add_bos, folder.strip_space) == (1, True, prefix)
+    for text in ("", "abc  <turn> a\n\n🦊", " ab", "▁▁"):
+        assert folder.encode(text) == gguf.encode(text)
+        assert folder.encode_plain(text) == gguf.encode_plain(text)
+        ids = gguf.encode(text)
+        assert folder.decode(ids) == gguf.decode(ids) == backend.decode(ids)
+
+
+def test_added_tokens_outside_the_models_own_vocabulary(tmp_path: Path) -> None:
+    backend = vocabulary_from_gguf(tiny_metadata(TinySpec("llama"))).backend
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken("<new>", special=True), AddedToken("<call>", special=False)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.vocab_size == 302
+    assert tokenizer.encode("<new><call>") == [300, 301]
+    assert tokenizer.encode_plain("<new><call>")[-1] == 301
+    assert tokenizer.decode(tokenizer.encode_plain("<new><call>")) == "<new><call>"
+
+
+def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"has no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(UnsupportedModelError, match=r"as tokenizer\.model only.*save_pretrained"):
+        Tokenizer.from_folder(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    for content in (b"{", b"\xff", b'{"model": {"type": "Strange"}}'):
+        file.write_bytes(content)
+        with pytest.raises(ModelFormatError, match=r"tokenizer\.json"):
+            Tokenizer.from_folder(tmp_path)
+    Backend(models.Unigram([("a", 0.0)], 0)).save(str(file))
+    with pytest.raises(UnsupportedModelError, match="Unigram"):
+        Tokenizer.from_folder(tmp_path)
+    Backend(models.BPE({"a": 0}, [])).save(str(file))
+    with pytest.raises(UnsupportedModelError, match="decodes with nothing"):
+        Tokenizer.from_folder(tmp_path)
