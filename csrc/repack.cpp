@@ -11,7 +11,7 @@ namespace forerun {
 Act act_of(Type type) {
   switch (type) {
     case Type::F32: case Type::F16: case Type::BF16: return Act::Float;
-    case Type::Q4_K: case Type::Q5_K: case Type::Q6_K: return Act::Q128;
+    case Type::Q4_K: case Type::Q5_K: case Type::Q6_K: return Act::QK;
     default: return Act::Q32;
   }
 }
@@ -19,7 +19,7 @@ Act act_of(Type type) {
 size_t packed_tile_bytes(Type type, int K) {
   switch (act_of(type)) {
     case Act::Float: return layout::pad64(size_t(K) * kTile * size_t(block_size(type).bytes));
-    case Act::Q128: return size_t(K / 256) * size_t(layout::super_bytes(type));
+    case Act::QK: return size_t(K / 256) * size_t(layout::super_bytes(type));
     default: return layout::group32_offset(type, K) + size_t(K / 32) * size_t(layout::group32_bytes(type));
   }
 }
@@ -117,7 +117,7 @@ void pack_tile(Type type, const uint8_t* src, int N, int K, int tile, uint8_t* d
           std::memcpy(dst + (size_t(k) * kTile + size_t(c)) * size, row + size_t(k) * size, size);
         break;
       }
-      case Act::Q128: pack256(type, row, K, c, dst); break;
+      case Act::QK: pack256(type, row, K, c, dst); break;
       default: pack32(type, row, K, c, dst);
     }
   }

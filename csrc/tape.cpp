@@ -123,7 +123,7 @@ void Tape::want(int id, Act act) {
   const int form = int(act);
   if (!b.wants[form]) {
     const size_t T = size_t(b.domain == Domain::Tokens ? max_tokens_ : max_outputs_), K = size_t(b.width);
-    const size_t block = act == Act::Q128 ? 128 : 32;
+    const size_t block = act == Act::QK ? kActBlock : 32;
     if (K % block) bad("tape: width " + std::to_string(K) + " is no multiple of the quantisation block");
     const auto take = [&](size_t bytes) {
       b.storage.emplace_back(bytes);
@@ -135,7 +135,7 @@ void Tape::want(int id, Act act) {
     q.scale = reinterpret_cast<float*>(take(T * K / block * 4));
     q.sum32 = reinterpret_cast<int16_t*>(take(T * K / 32 * 2));
     q.sum = act == Act::Q32 ? reinterpret_cast<float*>(take(T * K / 32 * 4)) : nullptr;
-    q.sum16 = act == Act::Q128 ? reinterpret_cast<int16_t*>(take(T * K / 16 * 2)) : nullptr;
+    q.sum16 = act == Act::QK ? reinterpret_cast<int16_t*>(take(T * K / 16 * 2)) : nullptr;
     b.wants[form] = true;
   }
   if (b.producer >= 0) {
@@ -311,7 +311,7 @@ void Tape::plan_attention(const Step& s) {
 void Tape::quantize(Buffer& b, int forms, int row, int from, int to) {
   const float* x = b.data.data() + size_t(row) * size_t(b.width);
   if (forms & (1 << int(Act::Q32))) k_->quantize_q32(x, b.quant[int(Act::Q32)], row, from, to);
-  if (forms & (1 << int(Act::Q128))) k_->quantize_q128(x, b.quant[int(Act::Q128)], row, from, to);
+  if (forms & (1 << int(Act::QK))) k_->quantize_qk(x, b.quant[int(Act::QK)], row, from, to);
 }
 
 // emit(row, y) receives the 16 results of each row from..from+rows of one tile.

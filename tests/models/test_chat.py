@@ -47,7 +47,8 @@ def test_whitespace_is_trimmed_as_in_hugging_face() -> None:
 
 
 def test_loop_controls_and_generation_tag() -> None:
-    assert render("{% for n in range(9) %}{% if n == 2 %}{% break %}{% endif %}{{ n }}{% endfor %}") == "01"  # fmt: skip
+    loop = "{% for n in range(9) %}{% if n == 2 %}{% break %}{% endif %}{{ n }}{% endfor %}"
+    assert render(loop) == "01"
     assert render("a{% generation %}b{{ bos_token }}{% endgeneration %}c") == "ab<s>c"
 
 
@@ -109,13 +110,15 @@ def test_malformed_messages(messages: Any, message: str) -> None:
         ("{{ messages.append(1) }}", "refuses .*append"),
         ("{{ messages[0].update(role='x') }}", "refuses .*update"),
         ("{{ ''.__class__.__mro__ }}", "refuses .*__class__"),
-        ("{{ raise_exception.__globals__ }}", "refuses .*__globals__"),
+        ("{{ raise_exception.__globals__.json }}", "refuses .*__globals__"),
+        ("{{ strftime_now.__globals__.json }}", "refuses .*__globals__"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails .*RecursionError"),
         ("{% include 'x' %}", "loader"),
         ("{% for n in range(100001) %}{% endfor %}", "Range too big"),
         ("{{ 'a' * 10 ** 9 }}", "repetition exceeds"),
         ("{{ 10 ** 9 * [1] }}", "repetition exceeds"),
-        ("{{ 9 ** 9 ** 9 }}", "exponent exceeds"),
+        ("{{ 9 ** 99999 }}", "number exceeds 4096 bits"),
+        ("{{ 2 ** 4000 * 2 ** 4000 * 2 }}", "number exceeds 4096 bits"),
         ("{{ lipsum(n=5) }}", "'lipsum' is undefined"),
         ("{% for n in range(90000) %}{{ 'a' * 1000 }}{% endfor %}", "exceeds 16000000 characters"),
     ],

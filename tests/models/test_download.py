@@ -199,9 +199,18 @@ def test_the_next_source_is_tried_and_the_first_failure_noted(
     second = HuggingFaceSource("owner/other", "dir/model.gguf", "refs/pr/1")
     entry, watcher = entry_of(CONTENT, HUB, second), Recorder()
     behaviour = server.reset(content=CONTENT, statuses=[404])
-    download.pull(entry, progress=watcher, settings=settings_for(server))
+    assert download.pull(entry, progress=watcher, settings=settings_for(server))
     assert watcher.notes == [f"tiny: {HUB}: HTTP 404 (no such file)"]
     assert behaviour.requests[1][0] == "/owner/other/resolve/refs%2Fpr%2F1/dir/model.gguf"
+
+
+def test_what_a_failed_source_left_goes_when_another_delivers(server: ModelServer) -> None:
+    second = HuggingFaceSource("owner/other", "model.gguf", "main")
+    behaviour = server.reset(content=CONTENT, cuts=[1000, 0, 0, 0])
+    entry = entry_of(CONTENT, HUB, second)
+    assert download.pull(entry, settings=settings_for(server)).read_bytes() == CONTENT
+    assert behaviour.ranges_asked()[-1] is None
+    assert left_behind(entry) == []
 
 
 def test_notes_reach_the_log_of_a_caller_without_progress(

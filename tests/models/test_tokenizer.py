@@ -258,7 +258,7 @@ def slow_merges(scores: dict[str, float]) -> list[tuple[str, str]]:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.text("ab▁", min_size=2, max_size=5), unique=True, max_size=10),
+    st.lists(st.text("a▁", min_size=2, max_size=5), unique=True, max_size=12),
     st.data(),
 )
 def test_scores_give_the_converters_merges_and_bpe_by_its_definition(
@@ -266,7 +266,7 @@ def test_scores_give_the_converters_merges_and_bpe_by_its_definition(
 ) -> None:
     pieces = ["a", "b", "▁", *longer]
     scores = data.draw(
-        st.lists(st.integers(-4, 0).map(float), min_size=len(pieces), max_size=len(pieces))
+        st.lists(st.integers(-9, 0).map(float), min_size=len(pieces), max_size=len(pieces))
     )
     kinds = bytes([TokenKind.NORMAL]) * len(pieces)
     merges = slow_merges(dict(zip(pieces, scores, strict=True)))
@@ -293,6 +293,23 @@ def test_user_defined_pieces_win_over_scores_and_special_ones_never_merge() -> N
     assert texts == [b"  ", b" a", b"\n\n", b"\n"]
     kinds = bytes([1, 1, 3, 6, 5, 2])
     assert merges_from_scores(["<", "s>", "<s>", "<s><", "s><", "s>s>"], kinds, [0.0] * 6) == []
+
+
+def test_the_longer_left_part_of_a_piece_comes_first() -> None:
+    merges = merges_from_scores(["a", "aa", "aaa"], bytes([1] * 3), [-2.0, -1.0, 0.0])
+    assert merges == [("aa", "a"), ("a", "aa"), ("a", "a")]
+
+
+def test_a_literal_u2581_is_a_space_to_sentencepiece() -> None:
+    tokenizer = sentencepiece()
+    assert tokenizer.encode_plain("▁▁") == tokenizer.encode_plain("  ") == [261]
+    assert tokenizer.encode_plain("▁ab") == tokenizer.encode_plain(" ab")
+
+
+def test_without_byte_tokens_what_is_unknown_becomes_one_unknown_token() -> None:
+    few = {"tokens": ["<unk>", "a", "▁"], "token_type": [2, 1, 1], "scores": [0.0] * 3}
+    tokenizer = sentencepiece(**few, bos_token_id=None, eos_token_id=None)
+    assert tokenizer.encode_plain("xyz a") == [0, 2, 1]
 
 
 def test_characters_outside_the_vocabulary_become_bytes() -> None:
@@ -412,6 +429,16 @@ def test_stream_equals_decode_for_any_ids_and_chunks(
         pieces = [decoder.push(chunk) for chunk in chunks]
         assert text.startswith("".join(pieces))
         assert "".join(pieces) + decoder.flush() == text
+
+
+def test_stream_drops_the_tokenizers_space_once_text_begins(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    decoder = StreamDecoder(tokenizers["llama-2"])
+    word = 262 + PIECES.index("▁ab")
+    for _ in range(2):
+        assert [decoder.push(ids) for ids in ([], [1], [word], [word])] == ["", "", "ab", " ab"]
+        assert decoder.flush() == ""
 
 
 @settings(max_examples=200, deadline=None)

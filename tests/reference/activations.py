@@ -20,7 +20,7 @@ def block_of(type: GGMLType) -> int | None:
     """Inputs that share a scale before they meet weights of this type; None: they stay float."""
     if type in FLOAT_TYPES:
         return None
-    return 128 if type.block_size == 256 else 32
+    return 64 if type.block_size == 256 else 32
 
 
 def quantised(x: Array, block: int) -> Array:

@@ -18,7 +18,13 @@ import typer
 
 from forerun.errors import ForerunError
 
-COMMANDS: Mapping[str, str] = MappingProxyType({"models": "forerun.cli.models"})
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "run": "forerun.cli.run",
+        "models": "forerun.cli.models",
+        "bench": "forerun.cli.bench",
+    }
+)
 
 # Typer exports only this leaf of its usage errors, and from where depends on its version; the
 # base of all of them (with `exit_code` and `format_message()`) is two steps up.
@@ -56,14 +62,14 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
-    """The Typer application with the called command, or with all of them (for --help)."""
+    """The Typer application with the called command, with all (for --help) or none (--version)."""
     app = typer.Typer(
         name="forerun", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
     )
     app.callback(invoke_without_command=True)(_root)
     called = next((word for word in arguments if not word.startswith("-")), None)
     for name, module in COMMANDS.items():
-        if called == name or called not in COMMANDS:
+        if called == name or (called not in COMMANDS and "--version" not in arguments):
             importlib.import_module(module).register(app)
     return app
 

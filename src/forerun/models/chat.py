@@ -6,9 +6,10 @@ controls, `raise_exception`, `strftime_now`, a `tojson` that doesn't escape HTML
 `generation` tag.
 https://huggingface.co/docs/transformers/chat_templating
 
-Limits: `range` is the sandbox's (100,000 items), repetition and powers can't make large values, and
-a prompt ends at `MAX_PROMPT_CHARS`. Time is not limited: a template of nested loops can still run
-long, so a model file deserves the trust that a program does.
+Limits: `range` is the sandbox's (100,000 items), one repetition or product can't make a huge value,
+and a prompt ends at `MAX_PROMPT_CHARS`. That stops accidents, not malice: nested loops may still
+run long and a text joined to itself in a loop may still fill memory, so a model file deserves the
+trust that a program does.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MAX_PROMPT_CHARS: Final = 16_000_000
 """Longest prompt that a template may produce: above any model's context, below any harm."""
 
 _MAX_REPEATED: Final = 1_000_000
-_MAX_EXPONENT: Final = 64
+_MAX_BITS: Final = 4096
 
 
 class ChatTemplate:
@@ -137,11 +138,15 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         for value, times in ((left, right), (right, left)):
-            repeats = isinstance(value, (str, bytes, list, tuple)) and isinstance(times, int)
+            if not isinstance(times, int):
+                continue
+            repeats = isinstance(value, (str, bytes, list, tuple))
             if operator == "*" and repeats and len(value) * times > _MAX_REPEATED:
                 raise SecurityError(f"a repetition exceeds {_MAX_REPEATED} items")
-        if operator == "**" and isinstance(right, int) and abs(right) > _MAX_EXPONENT:
-            raise SecurityError(f"an exponent exceeds {_MAX_EXPONENT}")
+        if isinstance(left, int) and isinstance(right, int):
+            wide = left.bit_length() * right if operator == "**" else left.bit_length()
+            if wide > _MAX_BITS:
+                raise SecurityError(f"a number exceeds {_MAX_BITS} bits")
         return super().call_binop(context, operator, left, right)
 
 

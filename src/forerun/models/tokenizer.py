@@ -117,7 +117,7 @@ class Tokenizer:
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a text taken literally: none of them is a special token, nothing is added.
+        """Ids of a text taken literally: none of them is a control token, nothing is added.
 
         Tokens that the model's makers declared as ordinary vocabulary though they look like markup
         (Qwen's "<tool_call>", Gemma's "<table>") are still found whole.
@@ -200,7 +200,6 @@ class StreamDecoder:
     def flush(self) -> str:
         """Ends the text: U+FFFD for an unfinished character, else "". A new text may follow."""
         rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
         self._at_start = True
         return rest
 

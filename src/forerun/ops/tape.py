@@ -133,7 +133,7 @@ class Tape:
         """Several products of the same input as one operation.
 
         Activations become int8 where the weights are quantised: one scale per row and 32 inputs for types with
-        blocks of 32, per row and 128 inputs for types with blocks of 256.
+        blocks of 32, per row and 64 inputs for types with blocks of 256.
         """
         self.native.linear(
             x.id, [(p.weight.id, p.out.id, p.bias.id if p.bias else -1, p.accumulate) for p in products]

@@ -1,0 +1,523 @@
+#!/usr/bin/env python3
+"""Forerun beside llama.cpp: same file, threads, prompts and lengths, in alternation.
+
+    python bench/peers.py -m qwen2.5-coder-1.5b-instruct
+
+Run it with the Python that has Forerun. llama.cpp comes as llama-cpp-python, built once into an
+environment of its own in bench/.peers (some minutes, a C++ compiler and the network are needed).
+
+Each engine lives in a worker process that loads the model once and then waits for its turns; one
+computes at a time. Every round gives each test one turn in each engine, and the engine that goes
+first changes from round to round. Figures are medians over all turns.
+
+- forward of M tokens: M next tokens of one sequence after `context` cached ones, scores of all M.
+  Forerun's time includes choosing the most probable token of each, llama.cpp's does not.
+- prefill: a prompt from nothing to the scores of its last token.
+- decode: greedy steps of one sequence, or of several in one batch, after `context` tokens each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import IO, Any
+
+PEER = "llama-cpp-python==0.3.36"
+HOME = Path(__file__).resolve().parent / ".peers"
+ENGINES = ("llama.cpp", "forerun")
+UBATCH = 512
+GGML_LOG_LEVEL_ERROR = 4
+SETTLE_SECONDS = 0.05
+"""Pause between turns: the threads of the one that has just computed go to sleep."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured; lengths in tokens. `repeats`: forwards in one turn."""
+
+    rounds: int = 7
+    context: int = 128
+    rows: tuple[int, ...] = (1, 5, 8)
+    repeats: int = 3
+    prefill: int = 512
+    batches: tuple[int, ...] = (1, 8)
+    decode: int = 64
+
+
+QUICK = Plan(rounds=2, repeats=2, prefill=256, decode=16)
+
+
+class PeersError(Exception):
+    """A message for the user."""
+
+
+class Forerun:
+    """Forerun in the worker process."""
+
+    def load(self, request: dict[str, Any]) -> dict[str, Any]:
+        import forerun
+        from forerun import ops
+        from forerun.cli.bench import file_hash
+        from forerun.cli.bench_probe import ForwardProbe
+        from forerun.cli.models import pull_progress
+        from forerun.engine.engine import Engine
+        from forerun.measure import passage, speed
+        from forerun.models.download import resolve
+
+        plan = request["plan"]
+        context, rows, batch = plan["context"], max(plan["rows"]), max(plan["batches"])
+        path = resolve(request["model"], progress=pull_progress())
+        if path.is_dir():
+            raise PeersError(f"{path} is a folder; both engines read only .gguf files")
+        sequence = context + plan["decode"] + 64
+        self._engine = Engine(
+            path,
+            kv_tokens=batch * sequence + 2 * plan["prefill"] + context + rows + 64,
+            threads=request["threads"],
+            max_rows=max(32, batch),
+        )
+        if self._engine.config.context_length < max(sequence, plan["prefill"] + 1):
+            raise PeersError(
+                f"the model's context of {self._engine.config.context_length} is too short"
+            )
+        ids = self._engine.tokenizer.encode(passage.PASSAGE)
+        self._prompts = passage.distinct_prompts(ids, batch, context)
+        # The first prompt and what follows it in the text.
+        forward = passage.excerpt(ids, 0, context + rows)
+        self._probe = ForwardProbe(self._engine, forward, context)
+        tape = self._engine.executor.tape
+        return {
+            "path": str(path.resolve()),
+            "sha256": file_hash(request["model"], path),
+            "cpu": speed.cpu_name(),
+            "physical_cores": ops.physical_cores(),
+            "threads": tape.threads,
+            "version": f"forerun {forerun.__version__} ({tape.isa})",
+            "forward": forward[context:],
+            "prompts": self._prompts,
+            # One for each round, so that none is in the prefix cache.
+            "prefills": passage.distinct_prompts(ids, plan["rounds"] + 1, plan["prefill"], batch),
+        }
+
+    def forward(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._probe.forward(request["rows"])
+        return {
+            "seconds": [self._probe.forward(request["rows"]) for _ in range(request["repeats"])]
+        }
+
+    def prefill(self, request: dict[str, Any]) -> dict[str, Any]:
+        from forerun import SamplingParams
+
+        began = time.perf_counter()
+        output = self._engine.generate([request["tokens"]], SamplingParams(max_tokens=1))[0]
+        seconds = time.perf_counter() - began
+        if output.stats.cached_tokens:
+            raise PeersError("a prefill prompt was in the prefix cache; the figures would be wrong")
+        return {"seconds": [seconds]}
+
+    def decode(self, request: dict[str, Any]) -> dict[str, Any]:
+        from forerun.cli.bench_probe import run_steps
+
+        prompts = self._prompts[: request["batch"]]
+        seconds, tokens = run_steps(self._engine, prompts, request["steps"])
+        return {"seconds": [seconds], "tokens": tokens}
+
+
+class LlamaCpp:
+    """llama.cpp in the worker process, through the C API; what isn't set here is its default."""
+
+    def load(self, request: dict[str, Any]) -> dict[str, Any]:
+        import llama_cpp
+
+        self._api = llama_cpp
+        self._log = llama_cpp.llama_log_callback(_log_errors)
+        llama_cpp.llama_log_set(self._log, None)
+        self._threads = request["threads"]
+        plan = request["plan"]
+        llama_cpp.llama_backend_init()
+        settings = llama_cpp.llama_model_default_params()
+        settings.n_gpu_layers = 0
+        self._model = llama_cpp.llama_model_load_from_file(request["path"].encode(), settings)
+        if not self._model:
+            raise PeersError(f"llama.cpp can't load {request['path']}")
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(
+            llama_cpp.llama_model_get_vocab(self._model)
+        )
+        self._batch = llama_cpp.llama_batch_init(UBATCH, 0, 1)
+        self._forward_tokens = request["forward"]
+        self._prompts = request["prompts"]
+        self._past = plan["context"]
+        length = self._past + max(max(plan["rows"]), plan["decode"]) + 8
+        self._contexts = {size: self._context(size, length) for size in {1, *plan["batches"]}}
+        self._prefill_context = self._context(1, plan["prefill"])
+        self._first: dict[int, list[int]] = {}
+        info = llama_cpp.llama_print_system_info().decode()
+        return {"version": f"llama-cpp-python {llama_cpp.__version__} ({info.strip()})"}
+
+    def forward(self, request: dict[str, Any]) -> dict[str, Any]:
+        rows, context = request["rows"], self._contexts[1]
+        self._fill(1)
+        following = self._forward_tokens[:rows]
+        tokens = [(token, self._past + n, 0, True) for n, token in enumerate(following)]
+        times = []
+        for _ in range(1 + request["repeats"]):
+            times.append(self._decode(context, tokens))
+            self._forget(context, 1)
+        return {"seconds": times[1:]}
+
+    def prefill(self, request: dict[str, Any]) -> dict[str, Any]:
+        tokens, context = request["tokens"], self._prefill_context
+        self._api.llama_memory_clear(self._api.llama_get_memory(context), True)
+        last = len(tokens) - 1
+        items = [(token, at, 0, at == last) for at, token in enumerate(tokens)]
+        return {"seconds": [self._decode(context, items)]}
+
+    def decode(self, request: dict[str, Any]) -> dict[str, Any]:
+        size, steps = request["batch"], request["steps"]
+        context = self._contexts[size]
+        self._fill(size)
+        tokens = self._first[size]
+        produced = [tokens[0]]
+        began = time.perf_counter()
+        for step in range(steps):
+            items = [(token, self._past + step, n, True) for n, token in enumerate(tokens)]
+            self._decode(context, items)
+            tokens = [self._best(context, n) for n in range(size)]
+            produced.append(tokens[0])
+        seconds = time.perf_counter() - began
+        self._forget(context, size)
+        return {"seconds": [seconds], "tokens": produced}
+
+    def _context(self, sequences: int, length: int) -> Any:
+        api = self._api
+        settings = api.llama_context_default_params()
+        # Cells are dealt in 256s.
+        settings.n_ctx = sequences * (-(-length // 256) * 256)
+        settings.n_batch = settings.n_ubatch = UBATCH
+        settings.n_seq_max = sequences
+        settings.n_threads = settings.n_threads_batch = self._threads
+        context = api.llama_init_from_model(self._model, settings)
+        if not context:
+            raise PeersError("llama.cpp can't make a context; is there enough memory?")
+        return context
+
+    def _fill(self, size: int) -> None:
+        """Puts the prompts into the cache, unless they are there: every use leaves them there."""
+        if size in self._first:
+            return
+        context, firsts = self._contexts[size], []
+        for n, prompt in enumerate(self._prompts[:size]):
+            for start in range(0, self._past, UBATCH):
+                part = range(start, min(start + UBATCH, self._past))
+                self._decode(context, [(prompt[at], at, n, at == self._past - 1) for at in part])
+            firsts.append(self._best(context, -1))
+        self._first[size] = firsts
+
+    def _forget(self, context: Any, size: int) -> None:
+        memory = self._api.llama_get_memory(context)
+        for n in range(size):
+            if not self._api.llama_memory_seq_rm(memory, n, self._past, -1):
+                raise PeersError("llama.cpp can't remove tokens of this model from its cache")
+
+    def _decode(self, context: Any, items: list[tuple[int, int, int, bool]]) -> float:
+        batch = self._batch
+        batch.n_tokens = len(items)
+        for i, (token, position, sequence, wanted) in enumerate(items):
+            batch.token[i] = token
+            batch.pos[i] = position
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = sequence
+            batch.logits[i] = wanted
+        began = time.perf_counter()
+        failed = self._api.llama_decode(context, batch)
+        self._api.llama_synchronize(context)
+        seconds = time.perf_counter() - began
+        if failed:
+            raise PeersError(f"llama_decode returned {failed} for {len(items)} tokens")
+        return seconds
+
+    def _best(self, context: Any, index: int) -> int:
+        import numpy as np
+
+        scores = self._api.llama_get_logits_ith(context, index)
+        return int(np.ctypeslib.as_array(scores, shape=(self._vocabulary,)).argmax())
+
+
+def _log_errors(level: int, text: bytes, _data: object) -> None:
+    if level == GGML_LOG_LEVEL_ERROR:
+        sys.stderr.write(text.decode(errors="replace"))
+
+
+def work(engine: Forerun | LlamaCpp) -> None:
+    """A worker: answers JSON lines on standard input until it ends."""
+    # Libraries may print; only answers may reach the pipe.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    idle_since = idle_cpu_since = None
+    for line in sys.stdin:
+        idle = {}
+        if idle_since is not None and idle_cpu_since is not None:
+            idle = {
+                "idle_seconds": time.perf_counter() - idle_since,
+                "idle_cpu_seconds": time.process_time() - idle_cpu_since,
+            }
+        request = json.loads(line)
+        try:
+            answer = getattr(engine, request["do"])(request) | idle
+        except Exception as error:
+            kind = "" if isinstance(error, PeersError) else f"{type(error).__name__}: "
+            answer = {"error": f"{kind}{error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        idle_since, idle_cpu_since = time.perf_counter(), time.process_time()
+
+
+class Worker:
+    """The parent's end of a worker process."""
+
+    def __init__(self, name: str, python: Path | str) -> None:
+        self.name = name
+        self.idle_seconds = self.idle_cpu_seconds = 0.0
+        self._process = subprocess.Popen(
+            [str(python), __file__, "--worker", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+        )
+
+    def ask(self, do: str, **request: Any) -> dict[str, Any]:
+        """Sends a request and waits for its answer. Raises PeersError if there is none."""
+        answer = ""
+        # A worker that has died shows in its missing answer.
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe(self._process.stdin).write(json.dumps({"do": do, **request}) + "\n")
+            self._pipe(self._process.stdin).flush()
+            answer = self._pipe(self._process.stdout).readline()
+        if not answer:
+            raise PeersError(f"the {self.name} worker ended with {self._process.wait()} in {do!r}")
+        found: dict[str, Any] = json.loads(answer)
+        if "error" in found:
+            raise PeersError(f"{self.name}: {found['error']}")
+        self.idle_seconds += found.pop("idle_seconds", 0.0)
+        self.idle_cpu_seconds += found.pop("idle_cpu_seconds", 0.0)
+        return found
+
+    def close(self) -> None:
+        """Ends the process, kindly at first."""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe(self._process.stdin).close()
+        self._pipe(self._process.stdout).close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @staticmethod
+    def _pipe(pipe: IO[str] | None) -> IO[str]:
+        assert pipe is not None
+        return pipe
+
+
+@dataclass
+class Test:
+    """One row of the result. `work`: tokens behind a rate; None where the time is the figure."""
+
+    name: str
+    do: str
+    request: dict[str, Any]
+    work: int | None = None
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ENGINES})
+
+    def figure(self, engine: str) -> float:
+        """Milliseconds, or tokens per second."""
+        typical = median(self.seconds[engine])
+        return typical * 1e3 if self.work is None else self.work / typical
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as llama.cpp Forerun is."""
+        return median(self.seconds["llama.cpp"]) / median(self.seconds["forerun"])
+
+    @property
+    def unit(self) -> str:
+        return "ms" if self.work is None else "tokens/s"
+
+
+def tests_of(plan: Plan) -> list[Test]:
+    """The tests in the order of their turns."""
+    tests = [
+        Test(
+            f"forward of {rows} token{'s' * (rows > 1)}",
+            "forward",
+            {"rows": rows, "repeats": plan.repeats},
+        )
+        for rows in plan.rows
+    ]
+    tests.append(Test(f"prefill of {plan.prefill}", "prefill", {}, plan.prefill))
+    for batch in plan.batches:
+        request = {"batch": batch, "steps": plan.decode}
+        tests.append(Test(f"decode, batch {batch}", "decode", request, batch * plan.decode))
+    return tests
+
+
+def compare(
+    workers: dict[str, Worker], plan: Plan, setup: dict[str, Any]
+) -> tuple[list[Test], int]:
+    """All rounds; returns the tests with their times, and how many of batch 1's tokens agree."""
+    tests, tokens = tests_of(plan), {}
+    # Round 0 warms up and counts for nothing.
+    for turn in range(plan.rounds + 1):
+        print(f"round {turn} of {plan.rounds}", file=sys.stderr, flush=True)
+        for test in tests:
+            request = test.request
+            if test.do == "prefill":
+                request = {"tokens": setup["prefills"][turn]}
+            for name in ENGINES if turn % 2 else reversed(ENGINES):
+                time.sleep(SETTLE_SECONDS)
+                answer = workers[name].ask(test.do, **request)
+                if turn > 0:
+                    test.seconds[name] += answer["seconds"]
+                if request.get("batch") == 1:
+                    tokens[name] = answer["tokens"]
+    pairs = zip(*tokens.values(), strict=False)
+    return tests, sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+@contextlib.contextmanager
+def running(python: Path) -> Iterator[dict[str, Worker]]:
+    """Both workers, ended with the scope."""
+    workers: dict[str, Worker] = {}
+    try:
+        for name in ENGINES:
+            workers[name] = Worker(name, python if name == "llama.cpp" else sys.executable)
+        yield workers
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def peer_python() -> Path:
+    """The interpreter of bench/.peers, which is made on first use."""
+    python = HOME / "bin" / "python"
+    version = PEER.partition("==")[2]
+    probe = "import llama_cpp; print(llama_cpp.__version__)"
+    if python.exists():
+        found = subprocess.run([python, "-c", probe], capture_output=True, text=True, check=False)
+        if found.stdout.strip() == version:
+            return python
+    print(f"building {PEER} in {HOME} (once; some minutes)", file=sys.stderr, flush=True)
+    venv.create(HOME, with_pip=True, clear=True)
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PEER]
+    if subprocess.run(pip, stdout=sys.stderr, check=False).returncode:
+        raise PeersError(
+            f"{PEER} can't be installed; it needs the network, a C++ compiler and cmake"
+        )
+    return python
+
+
+def report(
+    tests: list[Test], plan: Plan, setup: dict[str, Any], agree: int, workers: dict[str, Worker]
+) -> dict[str, Any]:
+    """The result as JSON."""
+    ended = {
+        name: worker.idle_cpu_seconds / worker.idle_seconds for name, worker in workers.items()
+    }
+    return {
+        "setup": setup,
+        "plan": asdict(plan),
+        "rows": [
+            {
+                "test": test.name,
+                "unit": test.unit,
+                "llama_cpp": test.figure("llama.cpp"),
+                "forerun": test.figure("forerun"),
+                "ratio": test.ratio,
+                "seconds": test.seconds,
+            }
+            for test in tests
+        ],
+        "same_greedy_tokens": agree,
+        "idle_cpu_share": ended,
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """The result for people."""
+    setup, plan = result["setup"], result["plan"]
+    print(f"{setup['model']}, sha256 {setup['sha256']}")
+    print(f"{setup['cpu']}, {setup['physical_cores']} cores, {setup['threads']} threads")
+    for name in ENGINES:
+        print(setup["versions"][name])
+    print(setup["command"])
+    print(f"{plan['context']} tokens in the cache, medians of {plan['rounds']} rounds\n")
+    print(f"{'':20}{'llama.cpp':>20}{'Forerun':>20}{'times as fast':>16}")
+    by_name = {row["test"]: row for row in result["rows"]}
+    for row in result["rows"]:
+        cells = [f"{row[key]:.1f} {row['unit']}" for key in ("llama_cpp", "forerun")]
+        print(f"{row['test']:20}{cells[0]:>20}{cells[1]:>20}{row['ratio']:>16.2f}")
+    one = by_name.get("forward of 1 token")
+    for rows in plan["rows"]:
+        if one is not None and rows > 1:
+            row = by_name[f"forward of {rows} tokens"]
+            costs = [f"{row[key] / one[key]:.2f}" for key in ("llama_cpp", "forerun")]
+            print(f"{f'T({rows}) / T(1)':20}{costs[0]:>20}{costs[1]:>20}")
+    same, of = result["same_greedy_tokens"], plan["decode"] + 1
+    print(f"\nbatch 1 agrees on the first {same} of {of} tokens")
+    for name, share in result["idle_cpu_share"].items():
+        print(f"{name} used {share:.1%} of one core while the other computed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Forerun beside llama.cpp, in alternation.")
+    parser.add_argument("-m", "--model", default="qwen2.5-coder-1.5b-instruct", help="name or path")
+    parser.add_argument("--rounds", type=int, help=f"default {Plan().rounds}")
+    parser.add_argument("--threads", type=int, help="default: one per physical core")
+    parser.add_argument("--quick", action="store_true", help="shorter, for a first look")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--worker", choices=ENGINES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        work(Forerun() if options.worker == "forerun" else LlamaCpp())
+        return
+    plan = QUICK if options.quick else Plan()
+    if options.rounds is not None:
+        if options.rounds < 1:
+            parser.error("--rounds must be 1 or more")
+        plan = Plan(**(asdict(plan) | {"rounds": options.rounds}))
+    with running(peer_python()) as workers:
+        asked = {"plan": asdict(plan), "threads": options.threads, "model": options.model}
+        setup = workers["forerun"].ask("load", **asked)
+        peer = workers["llama.cpp"].ask("load", **(setup | asked | {"threads": setup["threads"]}))
+        tests, agree = compare(workers, plan, setup)
+        command = f"python bench/peers.py -m {options.model} --rounds {plan.rounds}"
+        command += f" --threads {setup['threads']}" + " --quick" * options.quick
+        kept = ("sha256", "cpu", "physical_cores", "threads")
+        about = {"model": options.model, "command": command} | {key: setup[key] for key in kept}
+        about["versions"] = {"llama.cpp": peer["version"], "forerun": setup["version"]}
+        result = report(tests, plan, about, agree, workers)
+    if options.json:
+        print(json.dumps(result, indent=2))
+    else:
+        print_table(result)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PeersError as error:
+        sys.exit(f"peers: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

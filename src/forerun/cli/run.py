@@ -1,0 +1,304 @@
+"""`forerun run`: answers one prompt, streaming, and says how fast it went."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import select
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+from forerun.cli.models import pull_progress
+from forerun.errors import ForerunError, InvalidRequestError
+from forerun.models.catalog import Catalog
+from forerun.models.download import resolve
+from forerun.sample.params import SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.engine.engine import Engine
+    from forerun.engine.output import RequestOutput, RequestStats
+
+_PATIENCE_SECONDS = 2.0
+
+# What a model writes must not drive the terminal: control characters appear as their pictures.
+_VISIBLE: Mapping[int, str] = MappingProxyType(
+    {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+    | {0x7F: "\u2421"}
+    | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
+)
+
+_HELP = """Answer a prompt.
+
+The prompt is made of the argument, the text of --file, and what a pipe brings, in this order;
+where there are several, an empty line comes between them. Standard input is read when it is a
+pipe or a file, and to its end: give it /dev/null where it must not be. The text goes through the
+model's chat template; --raw continues it instead, character for character as given.
+
+The answer goes to standard output as it grows; statistics and notices go to standard error. Ctrl-C
+ends the answer (exit code 130)."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command `run` to the application."""
+    app.command("run", help=_HELP)(_run)
+
+
+def _run(
+    prompt: str | None = typer.Argument(None, metavar="[PROMPT]", help="What to answer."),
+    model: str | None = typer.Option(
+        None,
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="Catalog name, .gguf file or Hugging Face folder; none means the default model.",
+    ),
+    system: str | None = typer.Option(
+        None, "--system", metavar="TEXT", help="System message before the prompt."
+    ),
+    file: Path | None = typer.Option(
+        None,
+        "--file",
+        "-f",
+        metavar="PATH",
+        exists=True,
+        dir_okay=False,
+        readable=True,
+        help="File with the prompt, or with more of it.",
+    ),
+    raw: bool = typer.Option(
+        False, "--raw", help="Continue the prompt as plain text, without the chat template."
+    ),
+    max_tokens: int = typer.Option(512, "--max-tokens", help="Most tokens to generate."),
+    min_tokens: int = typer.Option(
+        0, "--min-tokens", help="Nothing ends the answer before so many tokens."
+    ),
+    temperature: float = typer.Option(
+        0.0, "--temperature", "-t", help="0 takes the most probable token, 1 samples as trained."
+    ),
+    top_k: int = typer.Option(0, "--top-k", help="Sample from the k most probable; 0 from all."),
+    top_p: float = typer.Option(1.0, "--top-p", help="Sample from this much probability."),
+    min_p: float = typer.Option(
+        0.0, "--min-p", help="Least probability, as a share of the highest."
+    ),
+    seed: int | None = typer.Option(None, "--seed", help="Gives the same sampled text again."),
+    stop: list[str] | None = typer.Option(
+        None, "--stop", metavar="TEXT", help="End the answer where this appears; repeatable."
+    ),
+    ignore_eos: bool = typer.Option(
+        False, "--ignore-eos", help="Go on where the model would end the answer."
+    ),
+    kv_tokens: int = typer.Option(
+        8192, "--kv-tokens", min=16, help="Tokens of prompt and answer that fit in memory."
+    ),
+    threads: int | None = typer.Option(
+        None, "--threads", min=1, max=256, help="Threads; by default one per physical core."
+    ),
+    as_json: bool = typer.Option(
+        False, "--json", help="Print one JSON object at the end instead of the text."
+    ),
+) -> None:
+    if raw and system is not None:
+        raise typer.BadParameter("--system needs the chat template, which --raw leaves out")
+    try:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            min_tokens=min_tokens,
+            stop=stop or (),
+            ignore_eos=ignore_eos,
+        )
+    except InvalidRequestError as error:
+        raise typer.BadParameter(str(error)) from None
+    text = _prompt(prompt, file, raw=raw)
+    name = model if model is not None else Catalog.load().default
+    path = resolve(name, progress=pull_progress())
+
+    from forerun.engine.engine import Engine
+
+    engine = Engine(path, kv_tokens=kv_tokens, threads=threads)
+    ids = _prompt_ids(engine, name, text, system=system, raw=raw)
+    output, interrupted = _answer(engine, ids, params, silent=as_json)
+    if as_json:
+        typer.echo(json.dumps(_describe(name, output), indent=2))
+    else:
+        _print_statistics(output, sampled=not params.greedy)
+    if interrupted:
+        raise typer.Exit(130)
+
+
+def _prompt(argument: str | None, file: Path | None, *, raw: bool) -> str:
+    parts = [] if argument is None else [argument]
+    if file is not None:
+        try:
+            parts.append(_decoded(file.read_bytes(), str(file)))
+        except OSError as error:
+            raise InvalidRequestError(
+                f"the prompt file {file} can't be read: {error.strerror}"
+            ) from error
+    parts.append(_decoded(_piped(), "standard input"))
+    if raw:
+        text = "".join(parts)
+    else:
+        # A file's last line end is no part of a message.
+        text = "\n\n".join(part for part in (part.strip("\r\n") for part in parts) if part)
+    if not (text if raw else text.strip()):
+        raise typer.BadParameter(
+            "the prompt is empty: give it as an argument, with --file, or through a pipe"
+        )
+    return text
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"{where} isn't UTF-8 text (byte {error.start}); convert it first, e.g. with iconv"
+        ) from error
+
+
+def _piped() -> bytes:
+    """What a pipe or a redirected file brings; nothing from a terminal or device."""
+    if sys.stdin is None:
+        return b""
+    try:
+        handle = sys.stdin.fileno()
+    except (OSError, ValueError):
+        # A stream without a descriptor stands in for it: this process is someone else's.
+        return b""
+    mode = os.fstat(handle).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
+        return b""
+    if not select.select([handle], [], [], _PATIENCE_SECONDS)[0]:
+        _note(
+            "waiting for standard input to end (it is a pipe; </dev/null says that none is meant)"
+        )
+    with open(handle, "rb", closefd=False) as stream:
+        return stream.read()
+
+
+def _prompt_ids(
+    engine: Engine, name: str, text: str, *, system: str | None, raw: bool
+) -> list[int]:
+    if not raw and engine.chat_template is None:
+        if system is not None:
+            raise InvalidRequestError(
+                f"{name} has no chat template, so there is no place for a system message; leave "
+                "--system out, or use an instruction-tuned model (forerun models list)"
+            )
+        _note(f"{name} has no chat template: it continues the prompt as plain text, as --raw does")
+        raw = True
+    if raw:
+        return engine.tokenizer.encode(text)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return engine.chat_ids([*messages, {"role": "user", "content": text}])
+
+
+def _answer(
+    engine: Engine, ids: list[int], params: SamplingParams, *, silent: bool
+) -> tuple[RequestOutput, bool]:
+    """The output, written as it grows unless `silent`, and whether Ctrl-C ended it."""
+    handle = engine.submit(ids, params)
+    writer = _Writer(silent)
+    interrupted = False
+    try:
+        for piece in handle:
+            writer.write(piece)
+    except KeyboardInterrupt:
+        interrupted = True
+    except ForerunError:
+        writer.end()
+        raise
+    finally:
+        handle.cancel()
+    writer.end()
+    return handle.result(), interrupted
+
+
+class _Writer:
+    """Writes text to standard output piece by piece and ends the last line."""
+
+    def __init__(self, silent: bool) -> None:
+        self._silent = silent
+        self._terminal = sys.stdout.isatty()
+        self._last = "\n"
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A terminal that isn't UTF-8 gets a question mark, not the end of the answer.
+            sys.stdout.reconfigure(errors="replace")
+
+    def write(self, text: str) -> None:
+        if self._silent or not text:
+            return
+        sys.stdout.write(text.translate(_VISIBLE) if self._terminal else text)
+        sys.stdout.flush()
+        self._last = text[-1]
+
+    def end(self) -> None:
+        if self._last != "\n":
+            self.write("\n")
+
+
+def _prefill_rate(stats: RequestStats) -> float | None:
+    """Prompt tokens that were computed, per second from the first step to the first token."""
+    if stats.first_token_seconds is None:
+        return None
+    seconds = stats.first_token_seconds - stats.queue_seconds
+    return (stats.prompt_tokens - stats.cached_tokens) / seconds if seconds > 0 else None
+
+
+def _describe(name: str, output: RequestOutput) -> dict[str, object]:
+    stats = output.stats
+    return {
+        "model": name,
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "seed": output.seed,
+        "prompt_tokens": stats.prompt_tokens,
+        "output_tokens": stats.output_tokens,
+        "stats": {
+            "prefill_tokens_per_s": _prefill_rate(stats),
+            "decode_tokens_per_s": stats.decode_tokens_per_second,
+            "first_token_s": stats.first_token_seconds,
+            "total_s": stats.total_seconds,
+            "steps": stats.steps,
+            "preemptions": stats.preemptions,
+        },
+    }
+
+
+def _print_statistics(output: RequestOutput, *, sampled: bool) -> None:
+    stats = output.stats
+    prefill, decode = _prefill_rate(stats), stats.decode_tokens_per_second
+    first = stats.first_token_seconds
+    parts = [
+        f"prompt {_count(stats.prompt_tokens)}" + (f" at {prefill:.0f}/s" if prefill else ""),
+        f"output {_count(stats.output_tokens)}" + (f" at {decode:.1f}/s" if decode else ""),
+    ]
+    if first is not None:
+        parts.append(f"first token after {first:.2f} s")
+    if sampled:
+        parts.append(f"seed {output.seed}")
+    parts.append(f"finish: {output.finish_reason}")
+    _note(", ".join(parts))
+
+
+def _count(tokens: int) -> str:
+    return "1 token" if tokens == 1 else f"{tokens} tokens"
+
+
+def _note(text: str) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(text, style="dim", markup=False)

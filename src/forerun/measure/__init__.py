@@ -1,0 +1,1 @@
+"""Measuring: what a number says, over what, and how it was taken. Imports nothing of the engine."""
