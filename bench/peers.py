@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -35,9 +34,8 @@ from typing import IO, Any
 
 PEER = "llama-cpp-python==0.3.36"
 HOME = Path(__file__).resolve().parent / ".peers"
+WORKER = Path(__file__).resolve().parent / "peers_worker.py"
 ENGINES = ("llama.cpp", "forerun")
-UBATCH = 512
-GGML_LOG_LEVEL_ERROR = 4
 SETTLE_SECONDS = 0.05
 """Pause between turns: the threads of the one that has just computed go to sleep."""
 
@@ -62,227 +60,6 @@ class PeersError(Exception):
     """A message for the user."""
 
 
-class Forerun:
-    """Forerun in the worker process."""
-
-    def load(self, request: dict[str, Any]) -> dict[str, Any]:
-        import forerun
-        from forerun import ops
-        from forerun.cli.bench import file_hash
-        from forerun.cli.bench_probe import ForwardProbe
-        from forerun.cli.models import pull_progress
-        from forerun.engine.engine import Engine
-        from forerun.measure import passage, speed
-        from forerun.models.download import resolve
-
-        plan = request["plan"]
-        context, rows, batch = plan["context"], max(plan["rows"]), max(plan["batches"])
-        path = resolve(request["model"], progress=pull_progress())
-        if path.is_dir():
-            raise PeersError(f"{path} is a folder; both engines read only .gguf files")
-        sequence = context + plan["decode"] + 64
-        self._engine = Engine(
-            path,
-            kv_tokens=batch * sequence + 2 * plan["prefill"] + context + rows + 64,
-            threads=request["threads"],
-            max_rows=max(32, batch),
-        )
-        if self._engine.config.context_length < max(sequence, plan["prefill"] + 1):
-            raise PeersError(
-                f"the model's context of {self._engine.config.context_length} is too short"
-            )
-        ids = self._engine.tokenizer.encode(passage.PASSAGE)
-        self._prompts = passage.distinct_prompts(ids, batch, context)
-        # The first prompt and what follows it in the text.
-        forward = passage.excerpt(ids, 0, context + rows)
-        self._probe = ForwardProbe(self._engine, forward, context)
-        tape = self._engine.executor.tape
-        return {
-            "path": str(path.resolve()),
-            "sha256": file_hash(request["model"], path),
-            "cpu": speed.cpu_name(),
-            "physical_cores": ops.physical_cores(),
-            "threads": tape.threads,
-            "version": f"forerun {forerun.__version__} ({tape.isa})",
-            "forward": forward[context:],
-            "prompts": self._prompts,
-            # One for each round, so that none is in the prefix cache.
-            "prefills": passage.distinct_prompts(ids, plan["rounds"] + 1, plan["prefill"], batch),
-        }
-
-    def forward(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._probe.forward(request["rows"])
-        return {
-            "seconds": [self._probe.forward(request["rows"]) for _ in range(request["repeats"])]
-        }
-
-    def prefill(self, request: dict[str, Any]) -> dict[str, Any]:
-        from forerun import SamplingParams
-
-        began = time.perf_counter()
-        output = self._engine.generate([request["tokens"]], SamplingParams(max_tokens=1))[0]
-        seconds = time.perf_counter() - began
-        if output.stats.cached_tokens:
-            raise PeersError("a prefill prompt was in the prefix cache; the figures would be wrong")
-        return {"seconds": [seconds]}
-
-    def decode(self, request: dict[str, Any]) -> dict[str, Any]:
-        from forerun.cli.bench_probe import run_steps
-
-        prompts = self._prompts[: request["batch"]]
-        seconds, tokens = run_steps(self._engine, prompts, request["steps"])
-        return {"seconds": [seconds], "tokens": tokens}
-
-
-class LlamaCpp:
-    """llama.cpp in the worker process, through the C API; what isn't set here is its default."""
-
-    def load(self, request: dict[str, Any]) -> dict[str, Any]:
-        import llama_cpp
-
-        self._api = llama_cpp
-        self._log = llama_cpp.llama_log_callback(_log_errors)
-        llama_cpp.llama_log_set(self._log, None)
-        self._threads = request["threads"]
-        plan = request["plan"]
-        llama_cpp.llama_backend_init()
-        settings = llama_cpp.llama_model_default_params()
-        settings.n_gpu_layers = 0
-        self._model = llama_cpp.llama_model_load_from_file(request["path"].encode(), settings)
-        if not self._model:
-            raise PeersError(f"llama.cpp can't load {request['path']}")
-        self._vocabulary = llama_cpp.llama_vocab_n_tokens(
-            llama_cpp.llama_model_get_vocab(self._model)
-        )
-        self._batch = llama_cpp.llama_batch_init(UBATCH, 0, 1)
-        self._forward_tokens = request["forward"]
-        self._prompts = request["prompts"]
-        self._past = plan["context"]
-        length = self._past + max(max(plan["rows"]), plan["decode"]) + 8
-        self._contexts = {size: self._context(size, length) for size in {1, *plan["batches"]}}
-        self._prefill_context = self._context(1, plan["prefill"])
-        self._first: dict[int, list[int]] = {}
-        info = llama_cpp.llama_print_system_info().decode()
-        return {"version": f"llama-cpp-python {llama_cpp.__version__} ({info.strip()})"}
-
-    def forward(self, request: dict[str, Any]) -> dict[str, Any]:
-        rows, context = request["rows"], self._contexts[1]
-        self._fill(1)
-        following = self._forward_tokens[:rows]
-        tokens = [(token, self._past + n, 0, True) for n, token in enumerate(following)]
-        times = []
-        for _ in range(1 + request["repeats"]):
-            times.append(self._decode(context, tokens))
-            self._forget(context, 1)
-        return {"seconds": times[1:]}
-
-    def prefill(self, request: dict[str, Any]) -> dict[str, Any]:
-        tokens, context = request["tokens"], self._prefill_context
-        self._api.llama_memory_clear(self._api.llama_get_memory(context), True)
-        last = len(tokens) - 1
-        items = [(token, at, 0, at == last) for at, token in enumerate(tokens)]
-        return {"seconds": [self._decode(context, items)]}
-
-    def decode(self, request: dict[str, Any]) -> dict[str, Any]:
-        size, steps = request["batch"], request["steps"]
-        context = self._contexts[size]
-        self._fill(size)
-        tokens = self._first[size]
-        produced = [tokens[0]]
-        began = time.perf_counter()
-        for step in range(steps):
-            items = [(token, self._past + step, n, True) for n, token in enumerate(tokens)]
-            self._decode(context, items)
-            tokens = [self._best(context, n) for n in range(size)]
-            produced.append(tokens[0])
-        seconds = time.perf_counter() - began
-        self._forget(context, size)
-        return {"seconds": [seconds], "tokens": produced}
-
-    def _context(self, sequences: int, length: int) -> Any:
-        api = self._api
-        settings = api.llama_context_default_params()
-        # Cells are dealt in 256s.
-        settings.n_ctx = sequences * (-(-length // 256) * 256)
-        settings.n_batch = settings.n_ubatch = UBATCH
-        settings.n_seq_max = sequences
-        settings.n_threads = settings.n_threads_batch = self._threads
-        context = api.llama_init_from_model(self._model, settings)
-        if not context:
-            raise PeersError("llama.cpp can't make a context; is there enough memory?")
-        return context
-
-    def _fill(self, size: int) -> None:
-        """Puts the prompts into the cache, unless they are there: every use leaves them there."""
-        if size in self._first:
-            return
-        context, firsts = self._contexts[size], []
-        for n, prompt in enumerate(self._prompts[:size]):
-            for start in range(0, self._past, UBATCH):
-                part = range(start, min(start + UBATCH, self._past))
-                self._decode(context, [(prompt[at], at, n, at == self._past - 1) for at in part])
-            firsts.append(self._best(context, -1))
-        self._first[size] = firsts
-
-    def _forget(self, context: Any, size: int) -> None:
-        memory = self._api.llama_get_memory(context)
-        for n in range(size):
-            if not self._api.llama_memory_seq_rm(memory, n, self._past, -1):
-                raise PeersError("llama.cpp can't remove tokens of this model from its cache")
-
-    def _decode(self, context: Any, items: list[tuple[int, int, int, bool]]) -> float:
-        batch = self._batch
-        batch.n_tokens = len(items)
-        for i, (token, position, sequence, wanted) in enumerate(items):
-            batch.token[i] = token
-            batch.pos[i] = position
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = sequence
-            batch.logits[i] = wanted
-        began = time.perf_counter()
-        failed = self._api.llama_decode(context, batch)
-        self._api.llama_synchronize(context)
-        seconds = time.perf_counter() - began
-        if failed:
-            raise PeersError(f"llama_decode returned {failed} for {len(items)} tokens")
-        return seconds
-
-    def _best(self, context: Any, index: int) -> int:
-        import numpy as np
-
-        scores = self._api.llama_get_logits_ith(context, index)
-        return int(np.ctypeslib.as_array(scores, shape=(self._vocabulary,)).argmax())
-
-
-def _log_errors(level: int, text: bytes, _data: object) -> None:
-    if level == GGML_LOG_LEVEL_ERROR:
-        sys.stderr.write(text.decode(errors="replace"))
-
-
-def work(engine: Forerun | LlamaCpp) -> None:
-    """A worker: answers JSON lines on standard input until it ends."""
-    # Libraries may print; only answers may reach the pipe.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    idle_since = idle_cpu_since = None
-    for line in sys.stdin:
-        idle = {}
-        if idle_since is not None and idle_cpu_since is not None:
-            idle = {
-                "idle_seconds": time.perf_counter() - idle_since,
-                "idle_cpu_seconds": time.process_time() - idle_cpu_since,
-            }
-        request = json.loads(line)
-        try:
-            answer = getattr(engine, request["do"])(request) | idle
-        except Exception as error:
-            kind = "" if isinstance(error, PeersError) else f"{type(error).__name__}: "
-            answer = {"error": f"{kind}{error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-        idle_since, idle_cpu_since = time.perf_counter(), time.process_time()
-
-
 class Worker:
     """The parent's end of a worker process."""
 
@@ -290,7 +67,7 @@ class Worker:
         self.name = name
         self.idle_seconds = self.idle_cpu_seconds = 0.0
         self._process = subprocess.Popen(
-            [str(python), __file__, "--worker", name],
+            [str(python), str(WORKER), name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -420,7 +197,7 @@ def peer_python() -> Path:
             return python
     print(f"building {PEER} in {HOME} (once; some minutes)", file=sys.stderr, flush=True)
     venv.create(HOME, with_pip=True, clear=True)
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PEER]
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PEER]
     if subprocess.run(pip, stdout=sys.stderr, check=False).returncode:
         raise PeersError(
             f"{PEER} can't be installed; it needs the network, a C++ compiler and cmake"
@@ -487,11 +264,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="default: one per physical core")
     parser.add_argument("--quick", action="store_true", help="shorter, for a first look")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--worker", choices=ENGINES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker is not None:
-        work(Forerun() if options.worker == "forerun" else LlamaCpp())
-        return
     plan = QUICK if options.quick else Plan()
     if options.rounds is not None:
         if options.rounds < 1:

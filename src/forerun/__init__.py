@@ -5,7 +5,7 @@ command line's help) doesn't load one.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine, RequestHandle, Scores
@@ -30,14 +30,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'forerun' has no attribute {name!r}")
-    homes = {
-        "errors": ("ForerunError",),
-        "sample.params": ("SamplingParams",),
-        "engine.output": ("EngineStats", "Piece", "RequestOutput", "RequestStats", "TokenLogprob"),
-        "engine.engine": ("Engine", "RequestHandle", "Scores"),
-    }
-    home = next(module for module, names in homes.items() if name in names)
-    return getattr(import_module(f"forerun.{home}"), name)
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'forerun' has no attribute {name!r}")
+        homes = {
+            "errors": ("ForerunError",),
+            "sample.params": ("SamplingParams",),
+            "engine.output": ("EngineStats", "Piece", "RequestOutput", "RequestStats", "TokenLogprob"),
+            "engine.engine": ("Engine", "RequestHandle", "Scores"),
+        }
+        home = next(module for module, names in homes.items() if name in names)
+        return getattr(import_module(f"forerun.{home}"), name)

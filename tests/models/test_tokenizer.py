@@ -14,16 +14,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, processors
-from tokenizers import Tokenizer as Backend
 
-from forerun.errors import InvalidRequestError, ModelFormatError, UnsupportedModelError
+from forerun.errors import InvalidRequestError
 from forerun.models.catalog import Catalog
 from forerun.models.chat import ChatTemplate
 from forerun.models.gguf import GGUFFile
 from forerun.models.tokenizer import StreamDecoder, Tokenizer
 from forerun.models.tokenizer_gguf import TokenKind, merges_from_scores, vocabulary_from_gguf
-from reference.tiny import TinySpec, byte_alphabet, tiny_metadata, write_tiny_folder
+from reference.tiny import TinySpec, byte_alphabet, tiny_metadata
+from reference.vocabularies import PIECES, byte_level, sentencepiece, sentencepiece_metadata
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 CATALOG_NAMES = {
@@ -33,42 +32,6 @@ CATALOG_NAMES = {
 }
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 NFC_TEXT = TEXT.map(lambda text: unicodedata.normalize("NFC", text))
-
-
-def byte_level(pre: str = "gpt-2", **changes: Any) -> Tokenizer:
-    """The tiny models' byte-level tokenizer; keyword None removes a key."""
-    extra = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
-    spec = TinySpec("llama", metadata={"tokenizer.ggml.pre": pre, **extra})
-    return Tokenizer.from_gguf(tiny_metadata(spec))
-
-
-PIECES = ["▁", "a", "b", "c", "▁a", "ab", "abc", "bc", "▁ab", "c▁", "é", "▁▁a"]
-
-
-def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
-    """<unk> 0, <s> 1, </s> 2, <turn> 3, 256 bytes, "\\n\\n" and two spaces, then `PIECES`."""
-    tokens = ["<unk>", "<s>", "</s>", "<turn>"] + [f"<0x{byte:02X}>" for byte in range(256)]
-    kinds = [2, 3, 3, 3] + [6] * 256
-    tokens += ["\n\n", "  ", *PIECES]
-    kinds += [4, 4] + [1] * len(PIECES)
-    scores = [-1000.0] * 262 + [-float(n) for n in range(len(PIECES))]
-    metadata: dict[str, Any] = {
-        "model": "llama",
-        "pre": "default",
-        "tokens": tokens,
-        "token_type": np.array(kinds, np.int32),
-        "scores": np.array(scores, np.float32),
-        "unknown_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "add_space_prefix": False,
-        **changes,
-    }
-    return {f"tokenizer.ggml.{k}": v for k, v in metadata.items() if v is not None}
-
-
-def sentencepiece(**changes: Any) -> Tokenizer:
-    return Tokenizer.from_gguf(sentencepiece_metadata(**changes))
 
 
 @pytest.fixture(scope="module")
@@ -205,10 +168,7 @@ def test_each_pre_tokenizer_cuts_words_as_its_models_do(pre: str) -> None:
     splitter = vocabulary_from_gguf(tiny_metadata(spec)).backend.pre_tokenizer
     for text, expected in WORDS.items():
         alphabet = {letter: byte for byte, letter in enumerate(byte_alphabet())}
-        found = [
-            bytes(alphabet[letter] for letter in word).decode()
-            for word, _ in splitter.pre_tokenize_str(text)
-        ]
+        found = [bytes(alphabet[letter] for letter in word).decode() for word, _ in splitter.pre_tokenize_str(text)]
         assert "|".join(found) == expected[PRES.index(pre)]
 
 
@@ -233,9 +193,7 @@ def slow_bpe(symbols: list[str], merges: Sequence[tuple[str, str]]) -> list[str]
     """BPE by its definition: always the first rule that applies, always its leftmost place."""
     while True:
         for left, right in merges:
-            places = [
-                n for n in range(len(symbols) - 1) if symbols[n] == left and symbols[n + 1] == right
-            ]
+            places = [n for n in range(len(symbols) - 1) if symbols[n] == left and symbols[n + 1] == right]
             if places:
                 at = places[0]
                 symbols = [*symbols[:at], left + right, *symbols[at + 2 :]]
@@ -261,13 +219,9 @@ def slow_merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     st.lists(st.text("a▁", min_size=2, max_size=5), unique=True, max_size=12),
     st.data(),
 )
-def test_scores_give_the_converters_merges_and_bpe_by_its_definition(
-    longer: list[str], data: st.DataObject
-) -> None:
+def test_scores_give_the_converters_merges_and_bpe_by_its_definition(longer: list[str], data: st.DataObject) -> None:
     pieces = ["a", "b", "▁", *longer]
-    scores = data.draw(
-        st.lists(st.integers(-9, 0).map(float), min_size=len(pieces), max_size=len(pieces))
-    )
+    scores = data.draw(st.lists(st.integers(-9, 0).map(float), min_size=len(pieces), max_size=len(pieces)))
     kinds = bytes([TokenKind.NORMAL]) * len(pieces)
     merges = slow_merges(dict(zip(pieces, scores, strict=True)))
     assert merges_from_scores(pieces, kinds, scores) == merges
@@ -358,9 +312,7 @@ def test_special_tokens_are_parsed_by_encode_and_never_by_encode_plain(
     assert not any(map(tokenizer.is_special, plain))
     assert tokenizer.decode(plain) == text
     parsed = tokenizer.encode(text, add_special=False)
-    names = [
-        tokenizer.token_bytes(index).decode() for index in parsed if tokenizer.is_special(index)
-    ]
+    names = [tokenizer.token_bytes(index).decode() for index in parsed if tokenizer.is_special(index)]
     assert names.count(special) >= len(parts) - 1
     assert tokenizer.decode(parsed, skip_special=False).replace(" ", "") == text.replace(" ", "")
 
@@ -492,9 +444,7 @@ def test_what_is_not_text_is_refused(text: Any) -> None:
             use(text)
 
 
-@pytest.mark.parametrize(
-    "unit", ["a", " ", "\n", " \n", "🦊", "hello ", "<|im_end|>", "1", "'", "x  ", "e\u0301"]
-)
+@pytest.mark.parametrize("unit", ["a", " ", "\n", " \n", "🦊", "hello ", "<|im_end|>", "1", "'", "x  ", "e\u0301"])
 def test_long_inputs_take_linear_time(tokenizers: dict[str, Tokenizer], unit: str) -> None:
     # Quadratic behaviour would need minutes.
     text = unit * (100_000 // len(unit))
@@ -512,156 +462,3 @@ def test_threads_share_a_tokenizer(tokenizers: dict[str, Tokenizer]) -> None:
     with ThreadPoolExecutor(4) as pool:
         both = pool.map(lambda _: (tokenizer.encode(text), tokenizer.encode_plain(text)), range(40))
         assert all(pair == expected for pair in both)
-
-
-def test_arrays_may_be_lists_or_numpy() -> None:
-    metadata = sentencepiece_metadata()
-    as_lists = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in metadata.items()}
-    text = "  abc\n\n🦊"
-    assert Tokenizer.from_gguf(as_lists).encode(text) == Tokenizer.from_gguf(metadata).encode(text)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": None}, "model' is missing"),
-        ({"model": 3}, "model' is wrong"),
-        ({"pre": None}, "pre' is missing"),
-        ({"tokens": None}, "tokens' is missing"),
-        ({"tokens": []}, "tokens' is empty"),
-        ({"tokens": [1, 2]}, "tokens' is wrong, expected an array of texts"),
-        ({"tokens": ["a"] * 300}, "has 'a' twice, as ids 0 and 1"),
-        ({"token_type": [1] * 299}, r"expected 300 entries, one a token \(it has 299\)"),
-        ({"token_type": [9] * 300}, "kinds from 1 to 6"),
-        ({"token_type": "x"}, "array of numbers"),
-        ({"merges": None}, "merges' is missing"),
-        ({"merges": ["ab"]}, "entry 'ab', expected two pieces"),
-        ({"merges": ["日 本"]}, "doesn't fit"),
-        ({"merges": ["a z"]}, "doesn't fit"),
-        ({"bos_token_id": 300}, r"an id below 300 \(it is 300\)"),
-        ({"eos_token_id": -1}, "an id below 300"),
-        ({"eos_token_id": True}, "an id below 300"),
-        ({"add_bos_token": 1}, "true or false"),
-        ({"add_bos_token": True, "bos_token_id": None}, "there is no 'tokenizer.ggml.bos_token_id"),
-    ],
-)
-def test_broken_byte_level_metadata(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelFormatError, match=message):
-        byte_level(**{"pre": "gpt-2", **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"scores": None}, "scores' is missing"),
-        ({"scores": [0.0] * 3}, "expected 274 entries"),
-        ({"scores": [float("nan")] * 274}, "a finite number"),
-        ({"token_type": [6] * 274}, "stands for a byte but is written '<unk>'"),
-        (
-            {"token_type": [1] * 274, "unknown_token_id": None},
-            "neither a token for each of the 256",
-        ),
-    ],
-)
-def test_broken_sentencepiece_metadata(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelFormatError, match=message):
-        sentencepiece(**changes)
-
-
-def test_what_forerun_does_not_have_is_named() -> None:
-    with pytest.raises(UnsupportedModelError, match="'deepseek-llm'; Forerun has default, gpt-2"):
-        byte_level("deepseek-llm")
-    with pytest.raises(UnsupportedModelError, match="'bert'"):
-        byte_level(model="bert")
-    with pytest.raises(UnsupportedModelError, match="removes extra spaces"):
-        sentencepiece(remove_extra_whitespaces=True)
-
-
-def test_unused_tokens_may_repeat() -> None:
-    tokens = [*tiny_metadata(TinySpec("llama"))["tokenizer.ggml.tokens"][:295], *["[PAD]"] * 5]
-    assert byte_level(tokens=tokens).encode_plain("[PAD]")[0] < 256
-
-
-def test_folder_equals_gguf(tmp_path: Path) -> None:
-    spec = TinySpec("qwen2")
-    folder = Tokenizer.from_folder(write_tiny_folder(tmp_path, spec))
-    gguf = Tokenizer.from_gguf(tiny_metadata(spec))
-    assert (folder.vocab_size, folder.bos_id, folder.add_bos) == (300, gguf.bos_id, False)
-    assert folder.eos_ids == gguf.eos_ids
-    text = "The <|im_start|>user and\n\n  the def 日本 it's"
-    assert folder.encode(text) == gguf.encode(text)
-    assert folder.encode_plain(text) == gguf.encode_plain(text)
-    for index in range(295):
-        assert folder.token_bytes(index) == gguf.token_bytes(index)
-        assert folder.is_special(index) == gguf.is_special(index)
-
-
-def change_json(file: Path, **changes: Any) -> None:
-    document = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps(document | changes))
-
-
-def test_folder_settings(tmp_path: Path) -> None:
-    write_tiny_folder(tmp_path, TinySpec("qwen2"))
-    change_json(tmp_path / "config.json", vocab_size=310)
-    change_json(tmp_path / "generation_config.json", eos_token_id=[293, 7, 999])
-    change_json(tmp_path / "tokenizer_config.json", bos_token={"content": "<|im_start|>"},
-                add_bos_token=True)  # fmt: skip
-    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    change_json(tmp_path / "tokenizer.json", truncation=cut)
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.vocab_size == 310
-    assert tokenizer.is_special(309)
-    assert tokenizer.token_bytes(309) == b"[PAD309]"
-    assert tokenizer.eos_ids == {292, 293, 294, 7}
-    assert tokenizer.encode("") == [293]
-    assert len(tokenizer.encode("zzzzzz")) == 7
-    assert len(tokenizer.encode_plain("zzzzzz")) == 6
-
-
-@pytest.mark.parametrize("prefix", [False, True])
-def test_sentencepiece_folder_equals_gguf(tmp_path: Path, prefix: bool) -> None:
-    metadata = sentencepiece_metadata(add_space_prefix=prefix)
-    backend = Backend.from_str(vocabulary_from_gguf(metadata).backend.to_str())
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, *[decoders.Strip(" ", 1, 0)] * prefix])
-    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    backend.save(str(tmp_path / "tokenizer.json"))
-    folder, gguf = Tokenizer.from_folder(tmp_path), Tokenizer.from_gguf(metadata)
-    assert (folder.bos_id, folder.add_bos, folder.strip_space) == (1, True, prefix)
-    for text in ("", "abc  <turn> a\n\n🦊", " ab", "▁▁"):
-        assert folder.encode(text) == gguf.encode(text)
-        assert folder.encode_plain(text) == gguf.encode_plain(text)
-        ids = gguf.encode(text)
-        assert folder.decode(ids) == gguf.decode(ids) == backend.decode(ids)
-
-
-def test_added_tokens_outside_the_models_own_vocabulary(tmp_path: Path) -> None:
-    backend = vocabulary_from_gguf(tiny_metadata(TinySpec("llama"))).backend
-    backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken("<new>", special=True), AddedToken("<call>", special=False)])
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.vocab_size == 302
-    assert tokenizer.encode("<new><call>") == [300, 301]
-    assert tokenizer.encode_plain("<new><call>")[-1] == 301
-    assert tokenizer.decode(tokenizer.encode_plain("<new><call>")) == "<new><call>"
-
-
-def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ModelFormatError, match=r"has no tokenizer\.json"):
-        Tokenizer.from_folder(tmp_path)
-    (tmp_path / "tokenizer.model").write_bytes(b"")
-    with pytest.raises(UnsupportedModelError, match=r"as tokenizer\.model only.*save_pretrained"):
-        Tokenizer.from_folder(tmp_path)
-    file = tmp_path / "tokenizer.json"
-    for content in (b"{", b"\xff", b'{"model": {"type": "Strange"}}'):
-        file.write_bytes(content)
-        with pytest.raises(ModelFormatError, match=r"tokenizer\.json"):
-            Tokenizer.from_folder(tmp_path)
-    Backend(models.Unigram([("a", 0.0)], 0)).save(str(file))
-    with pytest.raises(UnsupportedModelError, match="Unigram"):
-        Tokenizer.from_folder(tmp_path)
-    Backend(models.BPE({"a": 0}, [])).save(str(file))
-    with pytest.raises(UnsupportedModelError, match="decodes with nothing"):
-        Tokenizer.from_folder(tmp_path)

@@ -148,9 +148,7 @@ def write_wheel(folder: Path, name: str, version: str, members: dict[str, bytes]
     return path
 
 
-def catalog_text(
-    model: str, content: bytes, sources: str | None = None, /, **changes: object
-) -> str:
+def catalog_text(model: str, content: bytes, sources: str | None = None, /, **changes: object) -> str:
     """A catalog file with one model of that content; `changes` replace keys or (None) drop them."""
     keys: dict[str, object] = {
         "name": model,
@@ -207,9 +205,7 @@ class Recorder:
         self.stopped += 1
 
 
-def entry_of(
-    content: bytes = CONTENT, *sources: HuggingFaceSource | WheelSource, name: str = "tiny"
-) -> CatalogEntry:
+def entry_of(content: bytes = CONTENT, *sources: HuggingFaceSource | WheelSource, name: str = "tiny") -> CatalogEntry:
     return CatalogEntry(
         name=name,
         description="for tests",

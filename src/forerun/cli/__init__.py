@@ -33,10 +33,10 @@ _TyperError: type[Exception] = typer.BadParameter.__mro__[2]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    sys.exit(dispatch(sys.argv[1:] if arguments is None else arguments))
 
 
-def run(arguments: Sequence[str]) -> int:
+def dispatch(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code; expected failures are one line each."""
     command = typer.main.get_command(build_app(arguments))
     try:
@@ -63,9 +63,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
     """The Typer application with the called command, with all (for --help) or none (--version)."""
-    app = typer.Typer(
-        name="forerun", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
-    )
+    app = typer.Typer(name="forerun", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(_root)
     called = next((word for word in arguments if not word.startswith("-")), None)
     for name, module in COMMANDS.items():

@@ -120,7 +120,9 @@ class Engine:
         if max_model_len is None:
             max_model_len = min(context, kv_blocks * BLOCK)
         elif _setting("max_model_len", max_model_len, 1, 2**31 - 1) > context:
-            raise ConfigurationError(f"max_model_len={max_model_len} is above the model's context of {context} tokens")
+            raise ConfigurationError(
+                f"max_model_len={max_model_len} is above the model's context of {context} tokens"
+            )
         self.max_model_len = max_model_len
         self.pool = BlockPool(kv_blocks, BLOCK)
         self.prefix_cache = PrefixCache(self.pool) if prefix_cache else None
@@ -140,7 +142,10 @@ class Engine:
         )
         width = min(kv_blocks, -(-max_model_len // BLOCK))
         self.batch = StepBatch(
-            max_rows=max_rows, max_tokens=max_step_tokens, max_outputs=max_outputs, table_width=width
+            max_rows=max_rows,
+            max_tokens=max_step_tokens,
+            max_outputs=max_outputs,
+            table_width=width,
         )
         self.sampler = Sampler()
         self._argmax = np.zeros(max_outputs, dtype=np.int32)
@@ -151,7 +156,9 @@ class Engine:
         self._step_seconds = 0.0
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answers prompts (text, or token ids) together; outputs are in the order of the prompts.
 
@@ -173,13 +180,21 @@ class Engine:
         A conversation is a list of {"role": ..., "content": ...}. Raises `InvalidRequestError` when the model has no
         template or the template refuses the messages.
         """
-        return self._run([self.chat_ids(c, template_options) for c in _conversations(messages)], params)
+        return self._run(
+            [self.chat_ids(c, template_options) for c in _conversations(messages)], params
+        )
 
-    def chat_ids(self, messages: Sequence[Message], template_options: Mapping[str, Any] | None = None) -> list[int]:
+    def chat_ids(
+        self, messages: Sequence[Message], template_options: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """A conversation as prompt tokens, ready for the answer."""
         if self.chat_template is None:
-            raise InvalidRequestError("this model has no chat template; use generate() or stream() with a plain prompt")
-        text = self.chat_template.render(messages, add_generation_prompt=True, **(template_options or {}))
+            raise InvalidRequestError(
+                "this model has no chat template; use generate() or stream() with a plain prompt"
+            )
+        text = self.chat_template.render(
+            messages, add_generation_prompt=True, **(template_options or {})
+        )
         # The template writes the special tokens itself, a BOS token included.
         ids = self.tokenizer.encode(text, add_special=False)
         bos = self.tokenizer.bos_id
@@ -234,7 +249,9 @@ class Engine:
         with self._lock:
             parent = handle._live
             if parent.request.finished:
-                raise InvalidRequestError(f"request {handle.request_id!r} has ended; only a live request can be forked")
+                raise InvalidRequestError(
+                    f"request {handle.request_id!r} has ended; only a live request can be forked"
+                )
             seed = parent.seed
             if params is not None:
                 params.validate_against(self.config.vocab_size)
@@ -254,7 +271,9 @@ class Engine:
         ids = self._checked_ids(token_ids)
         _setting("top", top, 1, self.config.vocab_size, error=InvalidRequestError)
         if len(ids) > self.max_model_len:
-            raise CapacityError(f"{len(ids)} tokens to score, but the context holds {self.max_model_len}")
+            raise CapacityError(
+                f"{len(ids)} tokens to score, but the context holds {self.max_model_len}"
+            )
         all_ids = np.empty((len(ids), top), dtype=np.int32)
         all_logprobs = np.empty((len(ids), top), dtype=np.float32)
         with self._lock, BlockTable(self.pool) as table:
@@ -315,7 +334,9 @@ class Engine:
         # Rows whose logits are needed come first; the others only need the largest.
         outputs = [i for i, row in enumerate(plan.rows) if row.samples and lives[i].needs_logits]
         n_logits = len(outputs)
-        outputs += [i for i, row in enumerate(plan.rows) if row.samples and not lives[i].needs_logits]
+        outputs += [
+            i for i, row in enumerate(plan.rows) if row.samples and not lives[i].needs_logits
+        ]
         step = self.batch.load(plan, outputs)
         chosen = self._argmax[: len(outputs)]
         logits = self.executor.forward(step, n_logits, chosen)
@@ -328,7 +349,14 @@ class Engine:
         self._steps += 1
         self._computed += plan.n_tokens
 
-    def _commit(self, row: RowPlan, live: LiveRequest, token: int | None, detail: TokenLogprob | None, now: float) -> None:
+    def _commit(
+        self,
+        row: RowPlan,
+        live: LiveRequest,
+        token: int | None,
+        detail: TokenLogprob | None,
+        now: float,
+    ) -> None:
         if token is None:
             self.scheduler.commit(row, ())
             return
@@ -384,7 +412,9 @@ class Engine:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
-            raise InvalidRequestError(f"{len(prompts)} prompts, but {len(params)} sets of sampling parameters")
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts, but {len(params)} sets of sampling parameters"
+            )
         handles: list[RequestHandle] = []
         try:
             for prompt, p in zip(prompts, params, strict=True):
@@ -426,17 +456,25 @@ class Engine:
         return listed
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
+        return (
+            self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
+        )
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
         if isinstance(ids, np.ndarray):
             ids = ids.tolist()
         vocabulary = self.config.vocab_size
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-            raise InvalidRequestError(f"a prompt is text or a sequence of token ids, got {type(ids).__name__}")
+            raise InvalidRequestError(
+                f"a prompt is text or a sequence of token ids, got {type(ids).__name__}"
+            )
         checked: list[int] = []
         for position, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
+            if (
+                isinstance(token, bool)
+                or not isinstance(token, int | np.integer)
+                or not 0 <= token < vocabulary
+            ):
                 raise InvalidRequestError(
                     f"token id {token!r} at position {position} is outside the vocabulary (0..{vocabulary - 1})"
                 )
@@ -452,7 +490,9 @@ def _conversations(messages: Sequence[Any]) -> list[Sequence[Message]]:
     return list(messages)
 
 
-def _setting(name: str, value: object, low: int, high: int, *, error: type[Exception] = ConfigurationError) -> int:
+def _setting(
+    name: str, value: object, low: int, high: int, *, error: type[Exception] = ConfigurationError
+) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise error(f"{name}={value!r} is not allowed; expected an integer from {low} to {high}")
     return value

@@ -37,7 +37,10 @@ class Executor:
         packed = load_packed(source, matrices(config), cache=cache, threads=self.tape.threads)
         self.weight_bytes = sum(p.data.size for p in packed.values())
         self.kv = KvCache(
-            layers=config.n_layers, blocks=kv_blocks, n_kv_heads=config.n_kv_heads, head_dim=config.head_dim
+            layers=config.n_layers,
+            blocks=kv_blocks,
+            n_kv_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
         )
         recorder = Recorder(self.tape, config, source, packed, max_positions)
         x = ARCHITECTURES[config.architecture](recorder)

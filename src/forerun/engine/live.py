@@ -22,7 +22,9 @@ class LiveRequest:
         banned: tokens that may not be chosen before `min_tokens` are out.
     """
 
-    def __init__(self, request: Request, params: SamplingParams, seed: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: Request, params: SamplingParams, seed: int, tokenizer: Tokenizer
+    ) -> None:
         self.request = request
         self.params = params
         self.seed = seed
@@ -113,7 +115,9 @@ class LiveRequest:
         """The finished request. Raises what ended it, if it was an error."""
         self.raise_error()
         request = self.request
-        assert self._ended is not None and request.finish_reason is not None, "the request is still running"
+        assert self._ended is not None and request.finish_reason is not None, (
+            "the request is still running"
+        )
         first = self._first_token
         return RequestOutput(
             text=self._text.text,
@@ -128,7 +132,8 @@ class LiveRequest:
                 output_tokens=request.n_output,
                 steps=request.steps,
                 preemptions=request.preemptions,
-                queue_seconds=(self._ended if self._started is None else self._started) - self._submitted,
+                queue_seconds=(self._ended if self._started is None else self._started)
+                - self._submitted,
                 first_token_seconds=None if first is None else first - self._submitted,
                 total_seconds=self._ended - self._submitted,
             ),

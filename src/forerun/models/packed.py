@@ -76,7 +76,9 @@ def load_packed(
         _write(source, places, total, path, header, threads)
         found = _map(path, header, total)
         if found is None:
-            raise CacheError(f"{path} can't be read back after it was written; remove it and check the disk")
+            raise CacheError(
+                f"{path} can't be read back after it was written; remove it and check the disk"
+            )
     return _views(places, found)
 
 
@@ -94,7 +96,11 @@ def _places(source: ModelSource, names: Sequence[str]) -> tuple[dict[str, _Place
 
 def _header(fingerprint: str, places: Mapping[str, _Place]) -> bytes:
     body = json.dumps(
-        {"layout": LAYOUT, "fingerprint": fingerprint, "tensors": {k: list(v) for k, v in places.items()}}
+        {
+            "layout": LAYOUT,
+            "fingerprint": fingerprint,
+            "tensors": {k: list(v) for k, v in places.items()},
+        }
     ).encode()
     start = _MAGIC + len(body).to_bytes(8, "little") + body
     return start + bytes(-len(start) % _ALIGN)
@@ -102,7 +108,8 @@ def _header(fingerprint: str, places: Mapping[str, _Place]) -> bytes:
 
 def _views(places: Mapping[str, _Place], data: npt.NDArray[np.uint8]) -> dict[str, PackedTensor]:
     return {
-        name: PackedTensor(p.type, p.n, p.k, data[p.offset : p.offset + p.nbytes]) for name, p in places.items()
+        name: PackedTensor(p.type, p.n, p.k, data[p.offset : p.offset + p.nbytes])
+        for name, p in places.items()
     }
 
 
@@ -117,20 +124,30 @@ def _map(path: Path, header: bytes, total: int) -> npt.NDArray[np.uint8] | None:
     """The data section of a cache file whose header is exactly the one expected, else None."""
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size != len(header) + total or file.read(len(header)) != header:
+            if (
+                os.fstat(file.fileno()).st_size != len(header) + total
+                or file.read(len(header)) != header
+            ):
                 return None
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CacheError(f"the packed weights {path} can't be read: {error.strerror}; remove the file") from error
+        raise CacheError(
+            f"the packed weights {path} can't be read: {error.strerror}; remove the file"
+        ) from error
     with contextlib.suppress(AttributeError, OSError):
         mapped.madvise(mmap.MADV_WILLNEED)
     return np.frombuffer(mapped, dtype=np.uint8, offset=len(header))
 
 
 def _write(
-    source: ModelSource, places: Mapping[str, _Place], total: int, path: Path, header: bytes, threads: int
+    source: ModelSource,
+    places: Mapping[str, _Place],
+    total: int,
+    path: Path,
+    header: bytes,
+    threads: int,
 ) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -38,8 +38,7 @@ def cache_error(error: OSError, path: Path, needed: int = 0) -> CacheError:
         return no_space_error(path if path.is_dir() else path.parent, needed)
     reason = error.strerror or str(error)
     return CacheError(
-        f"the cache can't be used at {path}: {reason}; make it writable or set FORERUN_CACHE "
-        "to another directory"
+        f"the cache can't be used at {path}: {reason}; make it writable or set FORERUN_CACHE to another directory"
     )
 
 
@@ -139,9 +138,7 @@ class Partial:
         """Record that another part is complete: a later attempt starts after it."""
         self.sync()
         try:
-            write_atomically(
-                self._note, json.dumps({"parts": self.parts + 1, "bytes": self.size}).encode()
-            )
+            write_atomically(self._note, json.dumps({"parts": self.parts + 1, "bytes": self.size}).encode())
         except OSError as error:
             raise cache_error(error, self._note, self.missing) from error
         self.parts += 1

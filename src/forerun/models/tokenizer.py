@@ -126,11 +126,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of these ids, without or with the special tokens among them."""
-        joined = b"".join(
-            self.token_bytes(index)
-            for index in ids
-            if not (skip_special and self.is_special(index))
-        )
+        joined = b"".join(self.token_bytes(index) for index in ids if not (skip_special and self.is_special(index)))
         if self.strip_space:
             joined = joined.removeprefix(b" ")
         return joined.decode("utf-8", errors="replace")
@@ -187,9 +183,7 @@ class StreamDecoder:
         """
         tokenizer = self._tokenizer
         added = b"".join(
-            tokenizer.token_bytes(index)
-            for index in ids
-            if not (self._skip_special and tokenizer.is_special(index))
+            tokenizer.token_bytes(index) for index in ids if not (self._skip_special and tokenizer.is_special(index))
         )
         if self._at_start and added:
             self._at_start = False
@@ -288,9 +282,7 @@ def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
                 f"the folder {path} has its tokenizer as {older[0]} only: make a tokenizer.json "
                 "with Transformers, AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
             )
-        raise ModelFormatError(
-            f"the folder {path} has no tokenizer.json: it isn't a complete model folder."
-        )
+        raise ModelFormatError(f"the folder {path} has no tokenizer.json: it isn't a complete model folder.")
     try:
         content = file.read_text("utf-8")
     except OSError as error:

@@ -201,14 +201,10 @@ def _sentencepiece(keys: _Keys, texts: list[str], kinds: bytes) -> Vocabulary:
         steps.insert(0, normalizers.Prepend(SPACE))
     backend.normalizer = normalizers.Sequence(steps)
     _add_tokens(backend, pieces, kinds)
-    return _finish(
-        keys, backend, texts, kinds, add_bos=True, byte_level=False, strip_space=space_prefix
-    )
+    return _finish(keys, backend, texts, kinds, add_bos=True, byte_level=False, strip_space=space_prefix)
 
 
-def merges_from_scores(
-    pieces: Sequence[str], kinds: bytes, scores: Sequence[float]
-) -> list[tuple[str, str]]:
+def merges_from_scores(pieces: Sequence[str], kinds: bytes, scores: Sequence[float]) -> list[tuple[str, str]]:
     """BPE merges, first to apply first, that do what SentencePiece does with these scores.
 
     As in Hugging Face's converter, every cut of a piece into two pieces is a merge; a piece with
@@ -252,15 +248,10 @@ def _finish(
     declared = keys.flag("add_bos_token")
     if declared and bos is None:
         raise ModelFormatError(
-            "GGUF metadata 'tokenizer.ggml.add_bos_token' is true, but there is no "
-            "'tokenizer.ggml.bos_token_id'."
+            "GGUF metadata 'tokenizer.ggml.add_bos_token' is true, but there is no 'tokenizer.ggml.bos_token_id'."
         )
     ends = {keys.token_id(role, len(texts)) for role in ("eos", "eot", "eom")} - {None}
-    named = {
-        index
-        for index in _where(kinds, TokenKind.CONTROL, TokenKind.USER_DEFINED)
-        if texts[index] in END_TOKENS
-    }
+    named = {index for index in _where(kinds, TokenKind.CONTROL, TokenKind.USER_DEFINED) if texts[index] in END_TOKENS}
     return Vocabulary(
         backend=backend,
         texts=texts,
@@ -291,8 +282,7 @@ def _ids_by_text(texts: Sequence[str], kinds: bytes) -> dict[str, int]:
     for index, text in enumerate(texts):
         if first.setdefault(text, index) != index and kinds[index] != TokenKind.UNUSED:
             raise ModelFormatError(
-                f"GGUF metadata 'tokenizer.ggml.tokens' has {text!r} twice, as ids {first[text]} "
-                f"and {index}."
+                f"GGUF metadata 'tokenizer.ggml.tokens' has {text!r} twice, as ids {first[text]} and {index}."
             )
     return first
 
@@ -325,8 +315,7 @@ def byte_value(text: str, index: int) -> int:
     match = re.fullmatch(r"<0x([0-9A-F]{2})>", text)
     if match is None:
         raise ModelFormatError(
-            f"token {index} stands for a byte but is written {text!r}, expected '<0x00>' to "
-            "'<0xFF>'."
+            f"token {index} stands for a byte but is written {text!r}, expected '<0x00>' to '<0xFF>'."
         )
     return int(match[1], 16)
 

@@ -92,7 +92,14 @@ class Tape:
     caller, not of the user.
     """
 
-    def __init__(self, *, max_tokens: int, max_outputs: int, threads: int | None = None, isa: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        max_outputs: int,
+        threads: int | None = None,
+        isa: str | None = None,
+    ) -> None:
         self.max_tokens = max_tokens
         self.max_outputs = max_outputs
         self.threads = resolve_threads(threads)
@@ -109,7 +116,9 @@ class Tape:
         """A new buffer; `width` must be a multiple of 16."""
         return Buffer(self.native.buffer(width, outputs), width, outputs)
 
-    def weight(self, tensor_type: GGMLType, n: int, k: int, packed: npt.NDArray[np.uint8]) -> Weight:
+    def weight(
+        self, tensor_type: GGMLType, n: int, k: int, packed: npt.NDArray[np.uint8]
+    ) -> Weight:
         """Registers a packed matrix; the array is kept alive and not copied."""
         return Weight(self.native.weight(int(tensor_type), n, k, packed), n, k, tensor_type)
 
@@ -136,10 +145,13 @@ class Tape:
         blocks of 32, per row and 64 inputs for types with blocks of 256.
         """
         self.native.linear(
-            x.id, [(p.weight.id, p.out.id, p.bias.id if p.bias else -1, p.accumulate) for p in products]
+            x.id,
+            [(p.weight.id, p.out.id, p.bias.id if p.bias else -1, p.accumulate) for p in products],
         )
 
-    def rope_table(self, cos: npt.NDArray[np.float32], sin: npt.NDArray[np.float32], *, interleaved: bool) -> RopeTable:
+    def rope_table(
+        self, cos: npt.NDArray[np.float32], sin: npt.NDArray[np.float32], *, interleaved: bool
+    ) -> RopeTable:
         """Registers cos and sin, float32[positions, dims/2]."""
         positions, half = cos.shape
         return RopeTable(self.vector(cos), self.vector(sin), positions, 2 * half, interleaved)

@@ -18,7 +18,12 @@ class Recorder:
     """
 
     def __init__(
-        self, tape: Tape, config: ModelConfig, source: ModelSource, packed: Mapping[str, PackedTensor], positions: int
+        self,
+        tape: Tape,
+        config: ModelConfig,
+        source: ModelSource,
+        packed: Mapping[str, PackedTensor],
+        positions: int,
     ) -> None:
         self.tape = tape
         self.config = config
@@ -50,12 +55,16 @@ class Recorder:
         rope = self.config.rope_of(layer)
         if rope not in self._ropes:
             table = rope_table(rope, self._positions)
-            self._ropes[rope] = self.tape.rope_table(table.cos, table.sin, interleaved=rope.style == "interleaved")
+            self._ropes[rope] = self.tape.rope_table(
+                table.cos, table.sin, interleaved=rope.style == "interleaved"
+            )
         return self._ropes[rope]
 
     def embed(self) -> Buffer:
         """x = the tokens' embeddings."""
-        return self.tape.embed(self._source.tensor("token_embd.weight"), self.x, self.config.embedding_scale)
+        return self.tape.embed(
+            self._source.tensor("token_embd.weight"), self.x, self.config.embedding_scale
+        )
 
     def norm(self, x: Buffer, name: str, out: Buffer) -> Buffer:
         """out = RMS norm of x."""
@@ -68,11 +77,17 @@ class Recorder:
         t.linear(
             x,
             [
-                Into(self.weight(f"{at}{n}.weight"), out, self.vector(f"{at}{n}.bias") if c.attention_bias else None)
+                Into(
+                    self.weight(f"{at}{n}.weight"),
+                    out,
+                    self.vector(f"{at}{n}.bias") if c.attention_bias else None,
+                )
                 for n, out in targets
             ],
         )
-        norms = [self.vector(f"{at}{n}_norm.weight") for n in ("q", "k")] if c.qk_norm else [None, None]
+        norms = (
+            [self.vector(f"{at}{n}_norm.weight") for n in ("q", "k")] if c.qk_norm else [None, None]
+        )
         t.rope_store(
             self.q,
             self.k,
@@ -101,7 +116,11 @@ class Recorder:
         """act(x W_gate) * (x W_up), up to but without the down projection."""
         at = f"blk.{layer}.ffn_"
         self.tape.linear(
-            x, [Into(self.weight(f"{at}gate.weight"), self.gate), Into(self.weight(f"{at}up.weight"), self.up)]
+            x,
+            [
+                Into(self.weight(f"{at}gate.weight"), self.gate),
+                Into(self.weight(f"{at}up.weight"), self.up),
+            ],
         )
         return self.tape.glu(self.gate, self.up, self.gate, gelu=gelu)
 

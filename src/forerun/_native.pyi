@@ -1,0 +1,107 @@
+"""Native kernels of Forerun; use forerun.ops."""
+
+from collections.abc import Sequence
+
+import numpy
+from numpy.typing import NDArray
+
+def sample(
+    logits: NDArray[numpy.float32],
+    temperature: NDArray[numpy.float32],
+    top_k: NDArray[numpy.int32],
+    top_p: NDArray[numpy.float32],
+    min_p: NDArray[numpy.float32],
+    seed: NDArray[numpy.uint64],
+    position: NDArray[numpy.int64],
+    isa: str = "auto",
+) -> NDArray[numpy.int32]:
+    """
+    Tokens int32[R] drawn from logits float32[R, V]; -1: a logit is NaN or +inf, -2: nothing is allowed.
+    """
+
+def gumbel(seed: int, position: int, ids: NDArray[numpy.int32], isa: str = "auto") -> NDArray[numpy.float32]:
+    """Gumbel noise float32[n] of token ids int32[n] at one position."""
+
+def top_logprobs(
+    logits: NDArray[numpy.float32], top: int, chosen: NDArray[numpy.int32], isa: str = "auto"
+) -> tuple[NDArray[numpy.int32], NDArray[numpy.float32], NDArray[numpy.float32]]:
+    """
+    (ids int32[R, top], logprobs float32[R, top], chosen_logprob float32[R]) of logits float32[R, V]; -1 and NaN in a row that has no distribution.
+    """
+
+def sample_isas() -> list[str]:
+    """Names of the instruction sets that this processor can sample with."""
+
+def physical_cores() -> int: ...
+def instruction_set(name: str) -> str: ...
+def read_bandwidth(data: NDArray[numpy.uint8], threads: int, repeats: int) -> float: ...
+def packed_bytes(type: int, N: int, K: int) -> int: ...
+def pack(type: int, src: NDArray[numpy.uint8], N: int, K: int, out: NDArray[numpy.uint8], threads: int) -> None: ...
+def dequantize(type: int, src: NDArray[numpy.uint8], N: int, K: int) -> NDArray[numpy.float32]: ...
+
+class KvCache:
+    def __init__(self, layers: int, blocks: int, n_kv: int, head_dim: int) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    def copy_block(self, source: int, target: int) -> None: ...
+    def move_slot(self, arg0: int, arg1: int, arg2: int, arg3: int, /) -> None: ...
+
+class Tape:
+    def __init__(self, max_tokens: int, max_outputs: int, threads: int, isa: str) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+    def buffer(self, width: int, outputs: bool = False) -> int: ...
+    def weight(self, type: int, N: int, K: int, packed: NDArray[numpy.uint8]) -> int: ...
+    def vector(self, values: NDArray[numpy.float32]) -> int: ...
+    def embed(self, type: int, N: int, K: int, rows: NDArray[numpy.uint8], scale: float, out: int) -> None: ...
+    def rms_norm(self, arg0: int, arg1: int, arg2: float, arg3: int, /) -> None: ...
+    def linear(self, arg0: int, arg1: Sequence[tuple[int, int, int, bool]], /) -> None: ...
+    def rope_store(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: int,
+        arg3: int,
+        arg4: int,
+        arg5: int,
+        arg6: int,
+        arg7: int,
+        arg8: bool,
+        arg9: int,
+        arg10: int,
+        arg11: int,
+        arg12: int,
+        arg13: int,
+        arg14: float,
+        /,
+    ) -> None: ...
+    def attention(
+        self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: int, arg6: int, arg7: float, /
+    ) -> None: ...
+    def glu(self, arg0: int, arg1: int, arg2: bool, arg3: int, /) -> None: ...
+    def add(self, arg0: int, arg1: int, /) -> None: ...
+    def gather(self, arg0: int, arg1: int, /) -> None: ...
+    def head(self, arg0: int, arg1: int, /) -> None: ...
+    def run(
+        self,
+        kv: KvCache | None,
+        tokens: NDArray[numpy.int32],
+        positions: NDArray[numpy.int32],
+        row_start: NDArray[numpy.int32],
+        cached: NDArray[numpy.int32],
+        is_tree: NDArray[numpy.uint8],
+        ancestors: NDArray[numpy.uint64],
+        tables: NDArray[numpy.int32],
+        table_row: NDArray[numpy.int32],
+        output: NDArray[numpy.int32],
+        logits: NDArray[numpy.float32],
+        argmax: NDArray[numpy.int32],
+    ) -> float: ...
+    def read(self, arg0: int, arg1: int, /) -> NDArray[numpy.float32]: ...
+    def write(self, arg0: int, arg1: NDArray[numpy.float32], /) -> None: ...
+    def profile(self) -> list[float]:
+        """
+        Seconds by kind of operation since the last call (empty the first time, which turns profiling on).
+        """
