@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -275,10 +276,10 @@ def main() -> None:
         setup = workers["forerun"].ask("load", **asked)
         peer = workers["llama.cpp"].ask("load", **(setup | asked | {"threads": setup["threads"]}))
         tests, agree = compare(workers, plan, setup)
-        command = f"python bench/peers.py -m {options.model} --rounds {plan.rounds}"
-        command += f" --threads {setup['threads']}" + " --quick" * options.quick
+        command = ["python", "bench/peers.py", "-m", options.model, "--rounds", str(plan.rounds)]
+        command += ["--threads", str(setup["threads"])] + ["--quick"] * options.quick
         kept = ("sha256", "cpu", "physical_cores", "threads")
-        about = {"model": options.model, "command": command} | {key: setup[key] for key in kept}
+        about = {"model": options.model, "command": shlex.join(command)} | {key: setup[key] for key in kept}
         about["versions"] = {"llama.cpp": peer["version"], "forerun": setup["version"]}
         result = report(tests, plan, about, agree, workers)
     if options.json:

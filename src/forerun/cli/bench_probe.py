@@ -22,13 +22,16 @@ class ForwardProbe:
 
     `tokens` are the context and then the tokens to forward. The KV of the context is computed once
     and held until the scope ends; that of the others is overwritten each time.
+
+    Attributes:
+        argmax: int32[tokens after the context], the most probable next tokens of the last forward.
     """
 
     def __init__(self, engine: Engine, tokens: Sequence[int], context: int) -> None:
         self._engine = engine
         self._tokens = np.array(tokens, dtype=np.int32)
         self._context = context
-        self._argmax = np.zeros(len(tokens) - context, dtype=np.int32)
+        self.argmax = np.zeros(len(tokens) - context, dtype=np.int32)
         self._steps: dict[int, StepInput] = {}
         self._table = BlockTable(engine.pool)
         try:
@@ -36,7 +39,7 @@ class ForwardProbe:
             chunk = engine.scheduler.max_step_tokens
             for start in range(0, context, chunk):
                 count = min(chunk, context - start)
-                engine.executor.forward(self._step(start, count, 0), 0, self._argmax[:0])
+                engine.executor.forward(self._step(start, count, 0), 0, self.argmax[:0])
         except BaseException:
             self._table.free()
             raise
@@ -47,7 +50,7 @@ class ForwardProbe:
         if step is None:
             step = self._steps[rows] = self._step(self._context, rows, rows)
         began = time.perf_counter()
-        self._engine.executor.forward(step, 0, self._argmax[:rows])
+        self._engine.executor.forward(step, 0, self.argmax[:rows])
         return time.perf_counter() - began
 
     def _step(self, start: int, count: int, outputs: int) -> StepInput:

@@ -241,9 +241,10 @@ class _Writer:
     def write(self, text: str) -> None:
         if self._silent or not text:
             return
+        # First, since Ctrl-C may come while the text is on its way.
+        self._last = text[-1]
         sys.stdout.write(text.translate(_VISIBLE) if self._terminal else text)
         sys.stdout.flush()
-        self._last = text[-1]
 
     def end(self) -> None:
         if self._last != "\n":
