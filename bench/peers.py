@@ -151,9 +151,7 @@ def tests_of(plan: Plan) -> list[Test]:
     return tests
 
 
-def compare(
-    workers: dict[str, Worker], plan: Plan, setup: dict[str, Any]
-) -> tuple[list[Test], int]:
+def compare(workers: dict[str, Worker], plan: Plan, setup: dict[str, Any]) -> tuple[list[Test], int]:
     """All rounds; returns the tests with their times, and how many of batch 1's tokens agree."""
     tests, tokens = tests_of(plan), {}
     # Round 0 warms up and counts for nothing.
@@ -200,9 +198,7 @@ def peer_python() -> Path:
     venv.create(HOME, with_pip=True, clear=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PEER]
     if subprocess.run(pip, stdout=sys.stderr, check=False).returncode:
-        raise PeersError(
-            f"{PEER} can't be installed; it needs the network, a C++ compiler and cmake"
-        )
+        raise PeersError(f"{PEER} can't be installed; it needs the network, a C++ compiler and cmake")
     return python
 
 
@@ -210,9 +206,7 @@ def report(
     tests: list[Test], plan: Plan, setup: dict[str, Any], agree: int, workers: dict[str, Worker]
 ) -> dict[str, Any]:
     """The result as JSON."""
-    ended = {
-        name: worker.idle_cpu_seconds / worker.idle_seconds for name, worker in workers.items()
-    }
+    ended = {name: worker.idle_cpu_seconds / worker.idle_seconds for name, worker in workers.items()}
     return {
         "setup": setup,
         "plan": asdict(plan),

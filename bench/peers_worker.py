@@ -46,9 +46,7 @@ class Forerun:
             max_rows=max(32, batch),
         )
         if self._engine.config.context_length < max(sequence, plan["prefill"] + 1):
-            raise WorkerError(
-                f"the model's context of {self._engine.config.context_length} is too short"
-            )
+            raise WorkerError(f"the model's context of {self._engine.config.context_length} is too short")
         ids = self._engine.tokenizer.encode(passage.PASSAGE)
         self._prompts = passage.distinct_prompts(ids, batch, context)
         # The first prompt and what follows it in the text.
@@ -70,9 +68,7 @@ class Forerun:
 
     def forward(self, request: dict[str, Any]) -> dict[str, Any]:
         self._probe.forward(request["rows"])
-        return {
-            "seconds": [self._probe.forward(request["rows"]) for _ in range(request["repeats"])]
-        }
+        return {"seconds": [self._probe.forward(request["rows"]) for _ in range(request["repeats"])]}
 
     def prefill(self, request: dict[str, Any]) -> dict[str, Any]:
         from forerun import SamplingParams
@@ -81,9 +77,7 @@ class Forerun:
         output = self._engine.generate([request["tokens"]], SamplingParams(max_tokens=1))[0]
         seconds = time.perf_counter() - began
         if output.stats.cached_tokens:
-            raise WorkerError(
-                "a prefill prompt was in the prefix cache; the figures would be wrong"
-            )
+            raise WorkerError("a prefill prompt was in the prefix cache; the figures would be wrong")
         return {"seconds": [seconds]}
 
     def decode(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -111,9 +105,7 @@ class LlamaCpp:
         self._model = llama_cpp.llama_model_load_from_file(request["path"].encode(), settings)
         if not self._model:
             raise WorkerError(f"llama.cpp can't load {request['path']}")
-        self._vocabulary = llama_cpp.llama_vocab_n_tokens(
-            llama_cpp.llama_model_get_vocab(self._model)
-        )
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(UBATCH, 0, 1)
         self._forward_tokens = request["forward"]
         self._prompts = request["prompts"]

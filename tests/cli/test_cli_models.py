@@ -48,7 +48,6 @@ def environment(tmp_path: Path, server: ModelServer, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("FORERUN_CATALOG", str(catalog))
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     server.reset(content=CONTENT)
     return tmp_path / "cache" / "models" / "tiny" / "tiny.gguf"
 

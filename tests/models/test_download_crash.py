@@ -139,7 +139,6 @@ def spawn(server: ModelServer, cache: Path) -> subprocess.Popen[str]:
         "FORERUN_CACHE": str(cache),
         "FORERUN_CATALOG": str(catalog),
         "HF_ENDPOINT": server.url,
-        "PYTHONPATH": os.pathsep.join(sys.path),
     }
     return subprocess.Popen(
         [sys.executable, "-c", PULL],

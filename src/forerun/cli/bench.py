@@ -39,9 +39,7 @@ _MODEL = typer.Option(
     metavar="MODEL",
     help="Catalog name, .gguf file or Hugging Face folder; none means the default model.",
 )
-_THREADS = typer.Option(
-    None, "--threads", min=1, max=256, help="Threads; by default one per physical core."
-)
+_THREADS = typer.Option(None, "--threads", min=1, max=256, help="Threads; by default one per physical core.")
 _JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
@@ -68,15 +66,9 @@ def _root(context: typer.Context) -> None:
 
 def _step(
     model: str | None = _MODEL,
-    rows: str = typer.Option(
-        "1,2,4,5,8,16,32", "--rows", metavar="M,M,...", help="Tokens per forward."
-    ),
-    context: int = typer.Option(
-        128, "--context", min=1, max=1 << 20, help="Tokens in the cache before them."
-    ),
-    repeats: int = typer.Option(
-        20, "--repeats", min=1, max=10_000, help="Rounds; each times every M once."
-    ),
+    rows: str = typer.Option("1,2,4,5,8,16,32", "--rows", metavar="M,M,...", help="Tokens per forward."),
+    context: int = typer.Option(128, "--context", min=1, max=1 << 20, help="Tokens in the cache before them."),
+    repeats: int = typer.Option(20, "--repeats", min=1, max=10_000, help="Rounds; each times every M once."),
     threads: int | None = _THREADS,
     as_json: bool = _JSON,
 ) -> None:
@@ -84,7 +76,7 @@ def _step(
 
     widths = _numbers(rows, "--rows", _MAX_ROWS)
     # For the forwards, and for a request that decodes behind as long a context.
-    slots = (context + max(widths)) + (context + _DECODE_STEPS + 1) + 2 * _BLOCK
+    slots = _slots(context + max(widths)) + _slots(context + _DECODE_STEPS + 1)
     engine, name, path = _open(model, slots, threads, rows=max(widths), prefix_cache=True)
     _check_room(engine, max(context + max(widths), context + _DECODE_STEPS + 1))
     ids = engine.tokenizer.encode(passage.PASSAGE)
@@ -113,22 +105,16 @@ def _step(
 def _decode(
     model: str | None = _MODEL,
     batch: str = typer.Option("1,8", "--batch", metavar="B,B,...", help="Requests at a time."),
-    prompt_tokens: int = typer.Option(
-        128, "--prompt-tokens", min=1, max=1 << 20, help="Tokens of each prompt."
-    ),
-    max_tokens: int = typer.Option(
-        128, "--max-tokens", min=1, max=1 << 20, help="Tokens that each request generates."
-    ),
-    repeats: int = typer.Option(
-        3, "--repeats", min=1, max=10_000, help="Rounds; each runs every batch size once."
-    ),
+    prompt_tokens: int = typer.Option(128, "--prompt-tokens", min=1, max=1 << 20, help="Tokens of each prompt."),
+    max_tokens: int = typer.Option(128, "--max-tokens", min=1, max=1 << 20, help="Tokens that each request generates."),
+    repeats: int = typer.Option(3, "--repeats", min=1, max=10_000, help="Rounds; each runs every batch size once."),
     threads: int | None = _THREADS,
     as_json: bool = _JSON,
 ) -> None:
     from forerun.cli.bench_probe import run_batch
 
     batches = _numbers(batch, "--batch", _MAX_BATCH)
-    slots = max(batches) * (prompt_tokens + max_tokens + _BLOCK)
+    slots = max(batches) * _slots(prompt_tokens + max_tokens)
     engine, name, path = _open(model, slots, threads, rows=max(batches), prefix_cache=False)
     _check_room(engine, prompt_tokens + max_tokens)
     ids = engine.tokenizer.encode(passage.PASSAGE)
@@ -158,14 +144,10 @@ def _numbers(text: str, option: str, most: int) -> list[int]:
     """A list such as "1,2,4", each number once, in order of size."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
-        raise typer.BadParameter(
-            f"{text!r} is not a list of numbers such as 1,2,4", param_hint=option
-        )
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,2,4", param_hint=option)
     numbers = sorted({int(word) for word in words})
     if numbers[0] < 1 or numbers[-1] > most:
-        raise typer.BadParameter(
-            f"{text!r}: each number must be from 1 to {most}", param_hint=option
-        )
+        raise typer.BadParameter(f"{text!r}: each number must be from 1 to {most}", param_hint=option)
     return numbers
 
 
@@ -187,12 +169,16 @@ def _open(
     return engine, name, path
 
 
+def _slots(tokens: int) -> int:
+    """KV for one sequence of that length: whole blocks, and one that admission keeps in reserve."""
+    return (-(-tokens // _BLOCK) + 1) * _BLOCK
+
+
 def _check_room(engine: Engine, tokens: int) -> None:
     context = engine.config.context_length
     if tokens > context:
         raise InvalidRequestError(
-            f"this needs sequences of {tokens} tokens, but the model's context holds {context}; "
-            "ask for fewer"
+            f"this needs sequences of {tokens} tokens, but the model's context holds {context}; ask for fewer"
         )
 
 
@@ -278,8 +264,7 @@ def _print_setup(setup: speed.Setup) -> None:
     typer.echo(f"{setup.model}, {setup.architecture}, {setup.weight_bytes / 1e6:.0f} MB of weights")
     typer.echo(f"sha256 {setup.sha256}")
     typer.echo(
-        f"{setup.cpu}, {setup.physical_cores} cores, {setup.isa}, {setup.threads} threads, "
-        f"forerun {setup.forerun}"
+        f"{setup.cpu}, {setup.physical_cores} cores, {setup.isa}, {setup.threads} threads, forerun {setup.forerun}"
     )
     typer.echo(setup.command)
 

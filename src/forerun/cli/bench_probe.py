@@ -93,9 +93,7 @@ def run_decode_steps(engine: Engine, prompt: Sequence[int], steps: int) -> StepT
         for _ in range(steps):
             engine.step()
         after = engine.stats()
-    return StepTime(
-        after.step_seconds - before.step_seconds, after.native_seconds - before.native_seconds
-    )
+    return StepTime(after.step_seconds - before.step_seconds, after.native_seconds - before.native_seconds)
 
 
 def run_batch(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> DecodeTrial:

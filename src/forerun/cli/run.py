@@ -60,9 +60,7 @@ def _run(
         metavar="MODEL",
         help="Catalog name, .gguf file or Hugging Face folder; none means the default model.",
     ),
-    system: str | None = typer.Option(
-        None, "--system", metavar="TEXT", help="System message before the prompt."
-    ),
+    system: str | None = typer.Option(None, "--system", metavar="TEXT", help="System message before the prompt."),
     file: Path | None = typer.Option(
         None,
         "--file",
@@ -73,37 +71,25 @@ def _run(
         readable=True,
         help="File with the prompt, or with more of it.",
     ),
-    raw: bool = typer.Option(
-        False, "--raw", help="Continue the prompt as plain text, without the chat template."
-    ),
+    raw: bool = typer.Option(False, "--raw", help="Continue the prompt as plain text, without the chat template."),
     max_tokens: int = typer.Option(512, "--max-tokens", help="Most tokens to generate."),
-    min_tokens: int = typer.Option(
-        0, "--min-tokens", help="Nothing ends the answer before so many tokens."
-    ),
+    min_tokens: int = typer.Option(0, "--min-tokens", help="Nothing ends the answer before so many tokens."),
     temperature: float = typer.Option(
         0.0, "--temperature", "-t", help="0 takes the most probable token, 1 samples as trained."
     ),
     top_k: int = typer.Option(0, "--top-k", help="Sample from the k most probable; 0 from all."),
     top_p: float = typer.Option(1.0, "--top-p", help="Sample from this much probability."),
-    min_p: float = typer.Option(
-        0.0, "--min-p", help="Least probability, as a share of the highest."
-    ),
+    min_p: float = typer.Option(0.0, "--min-p", help="Least probability, as a share of the highest."),
     seed: int | None = typer.Option(None, "--seed", help="Gives the same sampled text again."),
     stop: list[str] | None = typer.Option(
         None, "--stop", metavar="TEXT", help="End the answer where this appears; repeatable."
     ),
-    ignore_eos: bool = typer.Option(
-        False, "--ignore-eos", help="Go on where the model would end the answer."
-    ),
-    kv_tokens: int = typer.Option(
-        8192, "--kv-tokens", min=16, help="Tokens of prompt and answer that fit in memory."
-    ),
+    ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on where the model would end the answer."),
+    kv_tokens: int = typer.Option(8192, "--kv-tokens", min=16, help="Tokens of prompt and answer that fit in memory."),
     threads: int | None = typer.Option(
         None, "--threads", min=1, max=256, help="Threads; by default one per physical core."
     ),
-    as_json: bool = typer.Option(
-        False, "--json", help="Print one JSON object at the end instead of the text."
-    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object at the end instead of the text."),
 ) -> None:
     if raw and system is not None:
         raise typer.BadParameter("--system needs the chat template, which --raw leaves out")
@@ -144,19 +130,14 @@ def _prompt(argument: str | None, file: Path | None, *, raw: bool) -> str:
         try:
             parts.append(_decoded(file.read_bytes(), str(file)))
         except OSError as error:
-            raise InvalidRequestError(
-                f"the prompt file {file} can't be read: {error.strerror}"
-            ) from error
+            raise InvalidRequestError(f"the prompt file {file} can't be read: {error.strerror}") from error
     parts.append(_decoded(_piped(), "standard input"))
-    if raw:
-        text = "".join(parts)
-    else:
+    if not raw:
         # A file's last line end is no part of a message.
-        text = "\n\n".join(part for part in (part.strip("\r\n") for part in parts) if part)
+        parts = [stripped for part in parts if (stripped := part.strip("\r\n"))]
+    text = ("" if raw else "\n\n").join(parts)
     if not (text if raw else text.strip()):
-        raise typer.BadParameter(
-            "the prompt is empty: give it as an argument, with --file, or through a pipe"
-        )
+        raise typer.BadParameter("the prompt is empty: give it as an argument, with --file, or through a pipe")
     return text
 
 
@@ -182,16 +163,12 @@ def _piped() -> bytes:
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
         return b""
     if not select.select([handle], [], [], _PATIENCE_SECONDS)[0]:
-        _note(
-            "waiting for standard input to end (it is a pipe; </dev/null says that none is meant)"
-        )
+        _note("waiting for standard input to end (it is a pipe; </dev/null says that none is meant)")
     with open(handle, "rb", closefd=False) as stream:
         return stream.read()
 
 
-def _prompt_ids(
-    engine: Engine, name: str, text: str, *, system: str | None, raw: bool
-) -> list[int]:
+def _prompt_ids(engine: Engine, name: str, text: str, *, system: str | None, raw: bool) -> list[int]:
     if not raw and engine.chat_template is None:
         if system is not None:
             raise InvalidRequestError(
@@ -206,9 +183,7 @@ def _prompt_ids(
     return engine.chat_ids([*messages, {"role": "user", "content": text}])
 
 
-def _answer(
-    engine: Engine, ids: list[int], params: SamplingParams, *, silent: bool
-) -> tuple[RequestOutput, bool]:
+def _answer(engine: Engine, ids: list[int], params: SamplingParams, *, silent: bool) -> tuple[RequestOutput, bool]:
     """The output, written as it grows unless `silent`, and whether Ctrl-C ended it."""
     handle = engine.submit(ids, params)
     writer = _Writer(silent)

@@ -64,9 +64,7 @@ def excerpt(ids: Sequence[int], start: int, length: int) -> list[int]:
     return [ids[(start + i) % len(ids)] for i in range(length)]
 
 
-def distinct_prompts(
-    ids: Sequence[int], count: int, length: int, start: int = 0
-) -> list[list[int]]:
+def distinct_prompts(ids: Sequence[int], count: int, length: int, start: int = 0) -> list[list[int]]:
     """`count` prompts of `length` tokens, each from another place of the text."""
     # A step without a common divisor reaches every place before it repeats one.
     step = next(n for n in range(len(ids) // 3 + 1, 2 * len(ids) + 2) if _coprime(n, len(ids)))
