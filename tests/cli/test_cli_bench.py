@@ -231,10 +231,28 @@ def test_generated_tokens_are_the_engines(model: Path, batch: int) -> None:
     engine = Engine(model, kv_tokens=1024, threads=1, cache_weights=False, prefix_cache=False, max_step_tokens=64)
     prompts = passage.distinct_prompts(tokens_of(engine, 900), batch, 100)
     generated = run_steps(engine, prompts, 6)
+    assert not engine.scheduler.has_work
     expected = engine.generate([prompts[0]], SamplingParams(max_tokens=7, ignore_eos=True))[0]
     assert generated.tokens == list(expected.token_ids)
     assert generated.seconds > 0
     engine.check_integrity()
+
+
+def test_a_broken_forward_leaves_no_memory_behind(engine: Engine) -> None:
+    free = engine.pool.n_free
+    with pytest.raises(ValueError, match="token"):
+        ForwardProbe(engine, [1, engine.config.vocab_size, 1], 2)
+    assert engine.pool.n_free == free
+
+
+def test_an_end_token_ends_no_measurement(engine: Engine, folder: Path) -> None:
+    prompt = tokens_of(engine, 30)
+    end = engine.generate([prompt], SamplingParams(max_tokens=3))[0].token_ids[-1]
+    spec = TinySpec("llama", seed=5, metadata={"tokenizer.ggml.eos_token_id": end})
+    path = write_tiny_gguf(folder / "ends.gguf", spec)
+    ending = Engine(path, kv_tokens=256, threads=1, cache_weights=False)
+    assert ending.generate([prompt], SamplingParams(max_tokens=9))[0].finish_reason == "stop"
+    assert run_batch(ending, [prompt], 9).decode_steps == 8
 
 
 def check_setup(found: dict[str, Any], model: Path, command: str) -> None:

@@ -380,6 +380,18 @@ def test_an_interrupt_ends_the_answer_cleanly(
         assert errors.endswith("finish: cancelled\n")
 
 
+def test_every_piece_is_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    try:
+        with open(writer, "w", encoding="utf-8") as stream:
+            monkeypatch.setattr(sys, "stdout", stream)
+            run._Writer(silent=False).write("a piece")
+            assert os.read(reader, 100) == b"a piece"
+    finally:
+        os.close(reader)
+
+
 @contextmanager
 def started(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process whose answer would take long, ended with the scope."""
