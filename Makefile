@@ -39,8 +39,10 @@ $(VENV)/.python:
 $(VENV)/.built: $(VENV)/.python pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	@command -v $${CXX:-c++} >/dev/null 2>&1 || command -v g++ >/dev/null 2>&1 || \
 	  { echo "No C++ compiler found. Install one (Debian: apt install g++; Fedora: dnf install gcc-c++) or set CXX."; exit 1; }
-	$(BIN)/python -m pip install -q --group dev "scikit-build-core>=0.11,<1" "nanobind>=2.4,<3" cmake ninja
-	$(BIN)/python -m pip install -q --no-build-isolation -e .
+	@echo "Installing the build and development tools ..."
+	@$(BIN)/python -m pip install -q --group dev "scikit-build-core>=0.11,<1" "nanobind>=2.4,<3" cmake ninja
+	@echo "Building the native kernels (a minute or two) ..."
+	@$(BIN)/python -m pip install -q --no-build-isolation -e .
 	@touch $@
 
 clean:           ## remove the environment and build outputs (models stay in the cache)

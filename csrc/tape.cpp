@@ -230,7 +230,7 @@ void Tape::head(int in, int weight) {
   if (w.K != at(in).width || at(in).domain != Domain::Outputs) bad("head: shapes differ");
   want(in, act_of(w.type));
   Op& op = push(Kind::Head);
-  op.in = in, op.weight = weight;
+  op.in = in, op.weight = weight, op.tiles = packed_tiles(w.N);
   vocabulary_ = w.N;
 }
 
@@ -331,15 +331,14 @@ void Tape::multiply(const Packed& w, Buffer& x, int tile, int from, int rows, Em
 namespace {
 // Pieces of a tile list: small enough that threads end together, large enough that the counter costs nothing.
 int piece(int tiles, int threads) { return std::clamp(tiles / (threads * 8), 1, 16); }
+constexpr size_t kAhead = 12288;  // bytes of the next product's weights that each thread asks for before it waits
 constexpr int kPanel = 64;  // rows whose activations stay in cache while several tiles pass over them
 }  // namespace
 
-void Tape::run_linear(const Op& op, std::atomic<int>& next, const Step& s, int threads) {
+void Tape::run_linear(const Op& op, std::atomic<int>& next, int member, const Step& s, int threads) {
   Buffer& x = at(op.in);
   const int T = count(x.domain, s), step = piece(op.tiles, threads);
-  for (;;) {
-    const int begin = next.fetch_add(step, std::memory_order_relaxed);
-    if (begin >= op.tiles) return;
+  for (int begin = member * step; begin < op.tiles; begin = next.fetch_add(step, std::memory_order_relaxed)) {
     const int end = std::min(begin + step, op.tiles);
     for (int panel = 0; panel < T; panel += kPanel) {
       const int rows = std::min(kPanel, T - panel);
@@ -372,7 +371,7 @@ void Tape::run_head(const Op& op, std::atomic<int>& next, int member, const Step
   auto& best = best_[size_t(member)];
   best.assign(size_t(s.outputs), {-__builtin_inff(), -1});
   const int tiles = packed_tiles(w.N), step = piece(tiles, team.size());
-  for (int begin; (begin = next.fetch_add(step, std::memory_order_relaxed)) < tiles;) {
+  for (int begin = member * step; begin < tiles; begin = next.fetch_add(step, std::memory_order_relaxed)) {
     for (int panel = 0; panel < s.outputs; panel += kPanel) {
       const int rows = std::min(kPanel, s.outputs - panel);
       for (int tile = begin; tile < std::min(begin + step, tiles); tile++) {
@@ -401,6 +400,32 @@ void Tape::run_head(const Op& op, std::atomic<int>& next, int member, const Step
     }
     s.argmax_out[m] = winner.id;
   }
+}
+
+// Asks for the weights that this member will read first in the next product, so that memory works while the small
+// operations between two products are done.
+void Tape::prefetch_next(size_t i, int member) const {
+  for (i++; i < ops_.size() && ops_[i].kind != Kind::Linear && ops_[i].kind != Kind::Head; i++) {}
+  if (i >= ops_.size()) return;
+  const Op& op = ops_[i];
+  int tile = member * piece(op.tiles, threads_);
+  const auto fetch = [&](int weight) {
+    const Packed& w = weights_[size_t(weight)];
+    if (tile < packed_tiles(w.N)) {
+      const uint8_t* p = w.data + size_t(tile) * w.tile_bytes;
+      const size_t n = std::min(kAhead, size_t(packed_tiles(w.N) - tile) * w.tile_bytes);
+      for (size_t b = 0; b < n; b += 64) __builtin_prefetch(p + b, 0, 2);
+      return true;
+    }
+    tile -= packed_tiles(w.N);
+    return false;
+  };
+  if (op.kind == Kind::Head) {
+    fetch(op.weight);
+    return;
+  }
+  for (const Segment& seg : op.segments)
+    if (fetch(seg.weight)) return;
 }
 
 void Tape::run_attention(const Op& op, std::atomic<int>& next, int member, const Step& s, KvCache* kv) {
@@ -492,7 +517,7 @@ void Tape::execute(const Op& op, std::atomic<int>& next, int member, const Step&
                     size_t(x.width) * 4);
       return;
     }
-    case Kind::Linear: run_linear(op, next, s, team.size()); return;
+    case Kind::Linear: run_linear(op, next, member, s, team.size()); return;
     case Kind::Attention: run_attention(op, next, member, s, kv); return;
     case Kind::Head: run_head(op, next, member, s, team); return;
   }
@@ -502,12 +527,17 @@ void Tape::run(const Step& s, KvCache* kv) {
   check(s, kv);
   plan_attention(s);
   std::vector<std::atomic<int>> next(ops_.size());
-  for (auto& n : next) n.store(0, std::memory_order_relaxed);
+  for (size_t i = 0; i < ops_.size(); i++) {
+    // Each member's first piece of a product is fixed (so that it can be asked for early); the counter deals out the rest.
+    const bool product = ops_[i].kind == Kind::Linear || ops_[i].kind == Kind::Head;
+    next[i].store(product ? threads_ * piece(ops_[i].tiles, threads_) : 0, std::memory_order_relaxed);
+  }
   run_team(threads_, [&](int member, Team& team) {
     for (size_t i = 0; i < ops_.size(); i++) {
       const bool timed = member == 0 && !profile.empty();
       const auto start = timed ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
       execute(ops_[i], next[i], member, s, kv, team);
+      if (ops_[i].kind == Kind::Linear) prefetch_next(i, member);
       team.barrier();
       if (timed)
         profile[size_t(ops_[i].kind)] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -133,7 +133,8 @@ class Tape {
   void quantize(Buffer& b, int forms, int row, int from, int to);
   template <class Emit>
   void multiply(const Packed& w, Buffer& x, int tile, int from, int rows, Emit emit);
-  void run_linear(const Op& op, std::atomic<int>& next, const Step& s, int threads);
+  void run_linear(const Op& op, std::atomic<int>& next, int member, const Step& s, int threads);
+  void prefetch_next(size_t i, int member) const;
   void run_head(const Op& op, std::atomic<int>& next, int member, const Step& s, Team& team);
   void run_attention(const Op& op, std::atomic<int>& next, int member, const Step& s, KvCache* kv);
 
