@@ -15,9 +15,7 @@ class StepBatch:
     the entries of its table that changed are written. All arrays are int32 unless `StepInput` says otherwise.
     """
 
-    def __init__(
-        self, *, max_rows: int, max_tokens: int, max_outputs: int, table_width: int
-    ) -> None:
+    def __init__(self, *, max_rows: int, max_tokens: int, max_outputs: int, table_width: int) -> None:
         self._tokens = np.zeros(max_tokens, dtype=np.int32)
         self._positions = np.zeros(max_tokens, dtype=np.int32)
         self._row_start = np.zeros(max_rows + 1, dtype=np.int32)
@@ -59,12 +57,8 @@ class StepBatch:
                 self._tokens[at] = request.tokens[row.start]
                 self._positions[at] = row.start
             else:
-                self._tokens[at : at + row.count] = request.tokens[
-                    row.start : row.start + row.count
-                ]
-                self._positions[at : at + row.count] = self._counting[
-                    row.start : row.start + row.count
-                ]
+                self._tokens[at : at + row.count] = request.tokens[row.start : row.start + row.count]
+                self._positions[at : at + row.count] = self._counting[row.start : row.start + row.count]
             at += row.count
         n = len(plan.rows)
         self._row_start[n] = at

@@ -8,28 +8,37 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from forerun.engine.batch import StepBatch
+from forerun.engine.checks import (
+    Message,
+    Prompt,
+    check_kv_memory,
+    check_tokenizer,
+    checked_ids,
+    checked_params,
+    listed_conversations,
+    listed_prompts,
+    params_for_each,
+    setting,
+)
 from forerun.engine.executor import Executor
 from forerun.engine.live import LiveRequest
 from forerun.engine.output import EngineStats, Piece, RequestOutput, TokenLogprob
 from forerun.engine.request import FinishReason, Request, RowPlan
 from forerun.engine.sampler import Sampler
 from forerun.engine.scheduler import Scheduler
-from forerun.errors import CapacityError, ConfigurationError, InvalidRequestError, NumericalError
+from forerun.errors import CapacityError, ConfigurationError, ForerunError, InvalidRequestError, NumericalError
 from forerun.kv import BlockPool, BlockTable, PoolExhausted, PrefixCache
 from forerun.models.catalog import cache_dir
 from forerun.models.download import resolve
 from forerun.models.source import open_model
 from forerun.ops import StepInput
 from forerun.sample.params import SamplingParams
-
-Prompt: TypeAlias = str | Sequence[int]
-Message: TypeAlias = Mapping[str, Any]
 
 BLOCK = 16
 """Tokens of a KV block."""
@@ -109,38 +118,38 @@ class Engine:
         prefix_cache: bool = True,
         cache_weights: bool = True,
     ) -> None:
-        kv_blocks = _setting("kv_tokens", kv_tokens, BLOCK, 2**31 - BLOCK) // BLOCK
-        _setting("max_rows", max_rows, 1, 4096)
-        _setting("max_step_tokens", max_step_tokens, 1, 1 << 16)
-        self._source = open_model(resolve(model))
-        self.config = self._source.config
-        self.tokenizer = self._source.tokenizer()
-        self.chat_template = self._source.chat_template()
-        context = self.config.context_length
-        if max_model_len is None:
-            max_model_len = min(context, kv_blocks * BLOCK)
-        elif _setting("max_model_len", max_model_len, 1, 2**31 - 1) > context:
+        kv_blocks = setting("kv_tokens", kv_tokens, BLOCK, 2**31 - BLOCK) // BLOCK
+        max_rows = setting("max_rows", max_rows, 1, 4096)
+        max_step_tokens = setting("max_step_tokens", max_step_tokens, 1, 1 << 16)
+        if not isinstance(model, str | Path):
             raise ConfigurationError(
-                f"max_model_len={max_model_len} is above the model's context of {context} tokens"
+                f"model must be a catalog name or the path of a .gguf file or a folder, got {type(model).__name__}"
             )
-        self.max_model_len = max_model_len
-        self.pool = BlockPool(kv_blocks, BLOCK)
-        self.prefix_cache = PrefixCache(self.pool) if prefix_cache else None
-        self.scheduler = Scheduler(
-            self.pool, self.prefix_cache,
-            max_step_tokens=max_step_tokens, max_rows=max_rows, max_model_len=max_model_len,
-        )  # fmt: skip
-        max_outputs = max(max_rows, _SCORE_CHUNK)
-        self.executor = Executor(
-            self._source,
-            kv_blocks=kv_blocks,
-            max_positions=max_model_len,
-            max_tokens=max(max_step_tokens, _SCORE_CHUNK),
-            max_outputs=max_outputs,
-            threads=threads,
-            cache=cache_dir() if cache_weights else None,
-        )
-        width = min(kv_blocks, -(-max_model_len // BLOCK))
+        # Tensors that the executor keeps outlive the source.
+        with open_model(resolve(model)) as source:
+            self.config = source.config
+            check_kv_memory(self.config, kv_blocks, BLOCK)
+            self.tokenizer = source.tokenizer()
+            check_tokenizer(self.tokenizer, self.config)
+            self.chat_template = source.chat_template()
+            self.max_model_len = _model_len(max_model_len, self.config.context_length, kv_blocks)
+            self.pool = BlockPool(kv_blocks, BLOCK)
+            self.prefix_cache = PrefixCache(self.pool) if prefix_cache else None
+            self.scheduler = Scheduler(
+                self.pool, self.prefix_cache,
+                max_step_tokens=max_step_tokens, max_rows=max_rows, max_model_len=self.max_model_len,
+            )  # fmt: skip
+            max_outputs = max(max_rows, _SCORE_CHUNK)
+            self.executor = Executor(
+                source,
+                kv_blocks=kv_blocks,
+                max_positions=self.max_model_len,
+                max_tokens=max(max_step_tokens, _SCORE_CHUNK),
+                max_outputs=max_outputs,
+                threads=threads,
+                cache=cache_dir() if cache_weights else None,
+            )
+        width = min(kv_blocks, -(-self.max_model_len // BLOCK))
         self.batch = StepBatch(
             max_rows=max_rows,
             max_tokens=max_step_tokens,
@@ -152,6 +161,8 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._ids = itertools.count()
         self._lock = threading.RLock()
+        self._stepping = False
+        self._doomed: list[LiveRequest] = []  # cancelled within a step, by the thread that runs it
         self._steps = self._computed = self._emitted = self._preemptions = 0
         self._step_seconds = 0.0
 
@@ -166,7 +177,7 @@ class Engine:
         parameters serves all prompts, or there is one for each. Raises `InvalidRequestError` or `CapacityError` before
         anything runs if a prompt can't be served.
         """
-        return self._run(self._prompts(prompts), params)
+        return self._run(listed_prompts(prompts), params)
 
     def chat(
         self,
@@ -180,21 +191,13 @@ class Engine:
         A conversation is a list of {"role": ..., "content": ...}. Raises `InvalidRequestError` when the model has no
         template or the template refuses the messages.
         """
-        return self._run(
-            [self.chat_ids(c, template_options) for c in _conversations(messages)], params
-        )
+        return self._run([self.chat_ids(c, template_options) for c in listed_conversations(messages)], params)
 
-    def chat_ids(
-        self, messages: Sequence[Message], template_options: Mapping[str, Any] | None = None
-    ) -> list[int]:
+    def chat_ids(self, messages: Sequence[Message], template_options: Mapping[str, Any] | None = None) -> list[int]:
         """A conversation as prompt tokens, ready for the answer."""
         if self.chat_template is None:
-            raise InvalidRequestError(
-                "this model has no chat template; use generate() or stream() with a plain prompt"
-            )
-        text = self.chat_template.render(
-            messages, add_generation_prompt=True, **(template_options or {})
-        )
+            raise InvalidRequestError("this model has no chat template; use generate() or stream() with a plain prompt")
+        text = self.chat_template.render(messages, add_generation_prompt=True, **(template_options or {}))
         # The template writes the special tokens itself, a BOS token included.
         ids = self.tokenizer.encode(text, add_special=False)
         bos = self.tokenizer.bos_id
@@ -227,15 +230,13 @@ class Engine:
 
         Raises `InvalidRequestError` or `CapacityError` now if it can't be served as it is.
         """
-        params = params or SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}")
-        params.validate_against(self.config.vocab_size)
+        params = checked_params(params, self.config.vocab_size)
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise InvalidRequestError(f"request_id={request_id!r} is not allowed; expected a text, or None")
         ids = self._prompt_ids(prompt)
         with self._lock:
-            seed = secrets.randbits(64) if params.seed is None else params.seed
-            name = request_id if request_id is not None else f"request-{next(self._ids)}"
-            live = LiveRequest(Request(name, ids, params), params, seed, self.tokenizer)
+            name = request_id or self._unused_id()
+            live = LiveRequest(Request(name, ids, params), params, _seed(params), self.tokenizer)
             self.scheduler.add(live.request)
             self._live[name] = live
         return RequestHandle(self, live)
@@ -244,35 +245,40 @@ class Engine:
         """A second request that goes on from a live one's tokens and shares their KV (copied only where they part).
 
         The output so far counts as the fork's own. `params` None continues exactly like the parent. Raises
-        `InvalidRequestError` if the request has ended.
+        `InvalidRequestError` if the request has ended, or if log-probabilities are asked for that its output so far
+        doesn't have.
         """
+        twin = params is None
+        params = handle._live.params if params is None else checked_params(params, self.config.vocab_size)
         with self._lock:
             parent = handle._live
             if parent.request.finished:
+                raise InvalidRequestError(f"request {handle.request_id!r} has ended; only a live request can be forked")
+            if params.logprobs is not None and parent.params.logprobs is None and parent.request.n_output:
                 raise InvalidRequestError(
-                    f"request {handle.request_id!r} has ended; only a live request can be forked"
+                    f"the output of request {handle.request_id!r} so far has no log-probabilities, so a fork can't "
+                    "have them; ask for logprobs when the parent is submitted"
                 )
-            seed = parent.seed
-            if params is not None:
-                params.validate_against(self.config.vocab_size)
-                seed = secrets.randbits(64) if params.seed is None else params.seed
-            name = f"request-{next(self._ids)}"
-            request = self.scheduler.fork(parent.request, name, params)
-            live = parent.fork(request, params or parent.params, seed)
-            self._live[name] = live
+            seed = parent.seed if twin else _seed(params)
+            request = self.scheduler.fork(parent.request, self._unused_id(), params)
+            live = parent.fork(request, params, seed)
+            self._live[request.request_id] = live
         return RequestHandle(self, live)
 
     def score(self, token_ids: Sequence[int], top: int = 64) -> Scores:
         """The most probable next tokens after each token of a text, the text itself being given (teacher forcing).
 
         Returns ids int32[T, top] and natural log-probabilities float32[T, top]; row t is about position t + 1. Needs
-        free KV for T tokens while it runs; raises `CapacityError` otherwise.
+        free KV for T tokens while it runs; raises `CapacityError` otherwise, `NumericalError` where the model's scores
+        are not numbers.
         """
-        ids = self._checked_ids(token_ids)
-        _setting("top", top, 1, self.config.vocab_size, error=InvalidRequestError)
+        vocabulary = self.config.vocab_size
+        ids = checked_ids(token_ids, vocabulary, "what is scored must be a sequence of token ids")
+        top = setting("top", top, 1, vocabulary, InvalidRequestError)
         if len(ids) > self.max_model_len:
             raise CapacityError(
-                f"{len(ids)} tokens to score, but the context holds {self.max_model_len}"
+                f"{len(ids)} tokens to score, but the context holds {self.max_model_len}; score fewer, or raise "
+                "max_model_len"
             )
         all_ids = np.empty((len(ids), top), dtype=np.int32)
         all_logprobs = np.empty((len(ids), top), dtype=np.float32)
@@ -301,6 +307,9 @@ class Engine:
                 )
                 logits = self.executor.forward(step, n, self._argmax[:n])
                 best = self.sampler.top_logprobs(logits, top, tokens)
+                broken = np.flatnonzero(best.ids[:, 0] < 0)
+                if len(broken):
+                    raise NumericalError(f"scoring: {_not_numbers(start + int(broken[0]) + 1)}")
                 all_ids[start : start + n] = best.ids
                 all_logprobs[start : start + n] = best.logprobs
         return Scores(all_ids, all_logprobs)
@@ -311,15 +320,24 @@ class Engine:
             if not self.scheduler.has_work:
                 return False
             began = time.perf_counter()
+            self._stepping = True
             try:
                 self._step(began)
             except BaseException:
-                # Nothing that the broken step wrote is trusted; its requests are computed again.
-                self.scheduler.abandon()
+                self._abandon()
                 raise
             finally:
                 self._step_seconds += time.perf_counter() - began
+                self._stepping = False
+                while self._doomed:
+                    self._cancel(self._doomed.pop())
             return True
+
+    def _abandon(self) -> None:
+        """Nothing that a broken step wrote is trusted: its requests wait, to be computed again."""
+        self.scheduler.abandon()
+        for request in self.scheduler.waiting:
+            self.batch.leave(request)
 
     def _step(self, began: float) -> None:
         plan = self.scheduler.plan()
@@ -334,9 +352,7 @@ class Engine:
         # Rows whose logits are needed come first; the others only need the largest.
         outputs = [i for i, row in enumerate(plan.rows) if row.samples and lives[i].needs_logits]
         n_logits = len(outputs)
-        outputs += [
-            i for i, row in enumerate(plan.rows) if row.samples and not lives[i].needs_logits
-        ]
+        outputs += [i for i, row in enumerate(plan.rows) if row.samples and not lives[i].needs_logits]
         step = self.batch.load(plan, outputs)
         chosen = self._argmax[: len(outputs)]
         logits = self.executor.forward(step, n_logits, chosen)
@@ -361,18 +377,20 @@ class Engine:
             self.scheduler.commit(row, ())
             return
         if token < 0:
-            live.fail(NumericalError(
-                f"request {live.request.request_id!r}: the model's scores are not numbers at position "
-                f"{len(live.request.tokens)}; the weights are damaged or the activations overflow"
-            ))  # fmt: skip
+            where = _not_numbers(len(live.request.tokens))
+            live.fail(NumericalError(f"request {live.request.request_id!r}: {where}"))
             self._finish(live, "error", now)
             return
         self.scheduler.commit(row, (token,))
         self._emitted += 1
         try:
             reason = live.accept(token, detail, now)
-        except BaseException:
+        except BaseException as error:
             # The token is committed, its text isn't: such a request can't go on.
+            live.fail(ForerunError(
+                f"request {live.request.request_id!r}: {type(error).__name__} while its text was taken in; submit it "
+                "again"
+            ))  # fmt: skip
             self._finish(live, "error", now)
             raise
         if reason is not None:
@@ -409,15 +427,10 @@ class Engine:
     def _run(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[RequestOutput]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise InvalidRequestError(
-                f"{len(prompts)} prompts, but {len(params)} sets of sampling parameters"
-            )
+        each = params_for_each(params, len(prompts))
         handles: list[RequestHandle] = []
         try:
-            for prompt, p in zip(prompts, params, strict=True):
+            for prompt, p in zip(prompts, each, strict=True):
                 handles.append(self.submit(prompt, p))
             return [handle.result() for handle in handles]
         finally:
@@ -442,57 +455,40 @@ class Engine:
 
     def _cancel(self, live: LiveRequest) -> None:
         with self._lock:
-            if not live.request.finished:
+            if live.request.finished:
+                return
+            if self._stepping:
+                # A generator that is collected, or a signal's handler, within this very thread's step.
+                self._doomed.append(live)
+            else:
                 self._finish(live, "cancelled", time.perf_counter())
 
-    def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-        if isinstance(prompts, str):
-            return [prompts]
-        if isinstance(prompts, np.ndarray) and prompts.ndim == 1:
-            return [cast("Sequence[int]", prompts)]
-        listed = list(cast("Sequence[Prompt]", prompts))
-        if listed and all(isinstance(p, int | np.integer) for p in listed):
-            return [cast("Sequence[int]", listed)]
-        return listed
+    def _unused_id(self) -> str:
+        return next(name for n in self._ids if (name := f"request-{n}") not in self._live)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        return (
-            self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return checked_ids(prompt, self.config.vocab_size, "a prompt is text or a sequence of token ids")
+
+
+def _model_len(wanted: int | None, context: int, kv_blocks: int) -> int:
+    if wanted is None:
+        return min(context, kv_blocks * BLOCK)
+    length = setting("max_model_len", wanted, 1, 2**31 - 1)
+    if length > context:
+        raise ConfigurationError(
+            f"max_model_len={length} is above the model's context of {context} tokens; lower it, or leave it out"
         )
-
-    def _checked_ids(self, ids: Sequence[int]) -> list[int]:
-        if isinstance(ids, np.ndarray):
-            ids = ids.tolist()
-        vocabulary = self.config.vocab_size
-        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-            raise InvalidRequestError(
-                f"a prompt is text or a sequence of token ids, got {type(ids).__name__}"
-            )
-        checked: list[int] = []
-        for position, token in enumerate(ids):
-            if (
-                isinstance(token, bool)
-                or not isinstance(token, int | np.integer)
-                or not 0 <= token < vocabulary
-            ):
-                raise InvalidRequestError(
-                    f"token id {token!r} at position {position} is outside the vocabulary (0..{vocabulary - 1})"
-                )
-            checked.append(int(token))
-        if not checked:
-            raise InvalidRequestError("the prompt is empty; give at least one token")
-        return checked
+    return length
 
 
-def _conversations(messages: Sequence[Any]) -> list[Sequence[Message]]:
-    if messages and all(isinstance(m, Mapping) for m in messages):
-        return [messages]
-    return list(messages)
+def _seed(params: SamplingParams) -> int:
+    return secrets.randbits(64) if params.seed is None else params.seed
 
 
-def _setting(
-    name: str, value: object, low: int, high: int, *, error: type[Exception] = ConfigurationError
-) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise error(f"{name}={value!r} is not allowed; expected an integer from {low} to {high}")
-    return value
+def _not_numbers(position: int) -> str:
+    return (
+        f"the model's scores are not numbers at position {position}: the weights are damaged or the activations "
+        "overflow; download the model again, or use another one"
+    )

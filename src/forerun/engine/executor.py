@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from forerun.engine.checks import check_model
 from forerun.models.arch import ARCHITECTURES, Recorder
 from forerun.models.arch.base import matrices
 from forerun.models.packed import load_packed
@@ -18,6 +19,7 @@ class Executor:
     """A model's weights, its key-value memory and its forward pass.
 
     A step has at most `max_tokens` query tokens and `max_outputs` tokens whose next-token distribution is wanted.
+    Raises `UnsupportedModelError` for sizes that the kernels don't have, and what `load_packed` raises.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class Executor:
         cache: Path | None,
     ) -> None:
         config = source.config
+        check_model(config)
         self.config = config
         self.tape = Tape(max_tokens=max_tokens, max_outputs=max_outputs, threads=threads)
         packed = load_packed(source, matrices(config), cache=cache, threads=self.tape.threads)
@@ -52,9 +55,7 @@ class Executor:
         self.native_seconds = 0.0
         self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
 
-    def forward(
-        self, step: StepInput, n_logits: int, argmax: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.float32]:
+    def forward(self, step: StepInput, n_logits: int, argmax: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         """Runs one step.
 
         Returns logits float32[n_logits, vocabulary] of the first `n_logits` outputs, valid until the next call; for

@@ -7,7 +7,7 @@ import time
 from forerun.engine.output import Piece, RequestOutput, RequestStats, TokenLogprob
 from forerun.engine.request import FinishReason, Request
 from forerun.engine.text import TextStream
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, InvalidRequestError
 from forerun.models.tokenizer import Tokenizer
 from forerun.sample.params import SamplingParams
 
@@ -22,9 +22,7 @@ class LiveRequest:
         banned: tokens that may not be chosen before `min_tokens` are out.
     """
 
-    def __init__(
-        self, request: Request, params: SamplingParams, seed: int, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, request: Request, params: SamplingParams, seed: int, tokenizer: Tokenizer) -> None:
         self.request = request
         self.params = params
         self.seed = seed
@@ -32,6 +30,11 @@ class LiveRequest:
         ends = frozenset() if params.ignore_eos else tokenizer.eos_ids
         self._ends = ends | frozenset(params.stop_token_ids)
         self.banned = sorted(self._ends) if params.min_tokens else []
+        if len(self.banned) >= tokenizer.vocab_size:
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens}, but every token of the vocabulary ends the text; give fewer "
+                "stop_token_ids"
+            )
         self._text = TextStream(
             tokenizer,
             params.stop_strings,
@@ -79,7 +82,8 @@ class LiveRequest:
     def fork(self, request: Request, params: SamplingParams, seed: int) -> LiveRequest:
         """The state of `request`, which the scheduler forked from this one's, with the output so far."""
         twin = LiveRequest(request, params, seed, self._tokenizer)
-        twin._logprobs = self._logprobs.copy()
+        if params.logprobs is not None:
+            twin._logprobs = self._logprobs.copy()
         for token in request.output_ids:
             twin._text.push(token, may_stop=False)
         return twin
@@ -96,7 +100,7 @@ class LiveRequest:
     def ended(self, now: float) -> None:
         """Closes the text."""
         self._ended = now
-        self._text.finish(may_stop=self.request.finish_reason == "length")
+        self._text.finish()
 
     def take_piece(self) -> Piece | None:
         """What is new since the last call, or None; the piece with the finish reason comes once, last."""
@@ -115,9 +119,8 @@ class LiveRequest:
         """The finished request. Raises what ended it, if it was an error."""
         self.raise_error()
         request = self.request
-        assert self._ended is not None and request.finish_reason is not None, (
-            "the request is still running"
-        )
+        assert self._ended is not None, "the request is still running"
+        assert request.finish_reason is not None
         first = self._first_token
         return RequestOutput(
             text=self._text.text,
@@ -132,8 +135,7 @@ class LiveRequest:
                 output_tokens=request.n_output,
                 steps=request.steps,
                 preemptions=request.preemptions,
-                queue_seconds=(self._ended if self._started is None else self._started)
-                - self._submitted,
+                queue_seconds=(self._ended if self._started is None else self._started) - self._submitted,
                 first_token_seconds=None if first is None else first - self._submitted,
                 total_seconds=self._ended - self._submitted,
             ),

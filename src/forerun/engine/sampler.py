@@ -24,10 +24,8 @@ class TopLogprobs(NamedTuple):
 class Sampler:
     """Applies each row's parameters with the noise of (seed, position), in native code."""
 
-    def top_logprobs(
-        self, logits: npt.NDArray[np.float32], top: int, chosen: npt.NDArray[np.int32]
-    ) -> TopLogprobs:
-        """Log-probabilities of the raw logits float32[R, V]: the `top` best, and those of the tokens chosen int32[R]."""
+    def top_logprobs(self, logits: npt.NDArray[np.float32], top: int, chosen: npt.NDArray[np.int32]) -> TopLogprobs:
+        """Log-probabilities of raw logits float32[R, V]: the `top` best, and those of the tokens chosen int32[R]."""
         return TopLogprobs(*_native.top_logprobs(logits, top, chosen))
 
     def choose(
@@ -61,9 +59,7 @@ class Sampler:
             details.append(self._detail(row, logits[i : i + 1], out[i : i + 1]))
         return details
 
-    def _ban(
-        self, row: LiveRequest, logits: npt.NDArray[np.float32]
-    ) -> npt.NDArray[np.float32] | None:
+    def _ban(self, row: LiveRequest, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
         if not row.bans_now:
             return None
         values: npt.NDArray[np.float32] = logits[row.banned].copy()

@@ -13,9 +13,7 @@ class TextStream:
     Text that could be the beginning of a stop string is held back until it is clear that it isn't.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], *, keep_stop: bool, skip_special: bool
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, keep_stop: bool, skip_special: bool) -> None:
         self._decoder = StreamDecoder(tokenizer, skip_special=skip_special)
         self._stops = tuple(stops)
         self._keep_stop = keep_stop
@@ -31,11 +29,10 @@ class TextStream:
         self.text += added
         return bool(added) and self._stop(may_stop)
 
-    def finish(self, *, may_stop: bool) -> None:
+    def finish(self) -> None:
         """Adds what an unfinished character leaves behind; afterwards everything may be released."""
         if not self._ended:
             self.text += self._decoder.flush()
-            self._stop(may_stop)
             self._ended = True
 
     def take(self) -> str:
@@ -69,6 +66,6 @@ class TextStream:
     def _held_back(self) -> int:
         for n in range(min(self._longest - 1, len(self.text)), 0, -1):
             tail = self.text[-n:]
-            if any(s.startswith(tail) for s in self._stops):
+            if any(len(s) > n and s.startswith(tail) for s in self._stops):
                 return n
         return 0

@@ -1,0 +1,147 @@
+"""What an engine refuses before anything runs: settings, prompts, and models that the kernels can't take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from forerun.errors import ConfigurationError, InvalidRequestError, ModelFormatError, UnsupportedModelError
+from forerun.models.config import ModelConfig
+from forerun.models.tokenizer import Tokenizer
+from forerun.sample.params import SamplingParams
+
+Prompt: TypeAlias = str | Sequence[int]
+Message: TypeAlias = Mapping[str, Any]
+
+WIDTH = 16
+"""What every width that the kernels work on is a multiple of."""
+
+
+def setting(name: str, value: object, low: int, high: int, error: type[Exception] = ConfigurationError) -> int:
+    """An integer from `low` to `high`; raises `error` for anything else."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or not low <= value <= high:
+        raise error(f"{name}={value!r} is not allowed; expected an integer from {low} to {high}")
+    return int(value)
+
+
+def check_model(config: ModelConfig) -> None:
+    """Raises `UnsupportedModelError` for sizes that the kernels don't have."""
+    widths = {
+        "head dimension": config.head_dim,
+        "hidden size": config.hidden_size,
+        "feed-forward size": config.ffn_size,
+    }
+    for name, width in widths.items():
+        if width % WIDTH:
+            raise UnsupportedModelError(
+                f"{name} {width} is not supported: expected a multiple of {WIDTH}; choose another model"
+            )
+
+
+def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Raises `ModelFormatError` unless every id of the tokenizer has an embedding, and the other way round."""
+    vocabulary = config.vocab_size
+    special = max((*tokenizer.eos_ids, -1 if tokenizer.bos_id is None else tokenizer.bos_id), default=-1)
+    if tokenizer.vocab_size != vocabulary or special >= vocabulary:
+        raise ModelFormatError(
+            f"the tokenizer has {max(tokenizer.vocab_size, special + 1)} tokens, but the model has embeddings for "
+            f"{vocabulary}: tokenizer and weights are not of one model, or a file is incomplete; download it again"
+        )
+
+
+def check_kv_memory(config: ModelConfig, kv_blocks: int, block: int) -> None:
+    """Raises `ConfigurationError` for a KV pool that this machine's memory can't hold."""
+    per_block = 4 * config.n_layers * config.kv_size * block  # keys and values, 16 bits each
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if per_block * kv_blocks > memory:
+        raise ConfigurationError(
+            f"kv_tokens={kv_blocks * block} needs {per_block * kv_blocks / 1e9:.1f} GB of keys and values, but this "
+            f"machine has {memory / 1e9:.1f} GB of memory; expected at most {memory // per_block * block}"
+        )
+
+
+def checked_params(params: object, vocab_size: int) -> SamplingParams:
+    """Sampling parameters that suit the model (None: the defaults); raises `InvalidRequestError`."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}")
+    params.validate_against(vocab_size)
+    return params
+
+
+def params_for_each(params: object, n_prompts: int) -> Sequence[SamplingParams | None]:
+    """One set of parameters for each prompt; raises `InvalidRequestError` when the numbers differ."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * n_prompts
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise InvalidRequestError(
+            f"params must be SamplingParams, or a sequence of them with one for each prompt, got "
+            f"{type(params).__name__}"
+        )
+    if len(params) != n_prompts:
+        raise InvalidRequestError(
+            f"{n_prompts} prompts, but {len(params)} sets of sampling parameters; give one set, or one for each prompt"
+        )
+    return params
+
+
+def listed_prompts(prompts: object) -> Sequence[Prompt]:
+    """The prompts of a `generate` call, which may be a single one; raises `InvalidRequestError`."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        return [cast("Sequence[int]", prompts)] if prompts.ndim == 1 else _rows(prompts)
+    if isinstance(prompts, Mapping | bytes | bytearray | memoryview) or not hasattr(prompts, "__iter__"):
+        raise InvalidRequestError(
+            f"a prompt is text or a sequence of token ids, and prompts are a sequence of such; got "
+            f"{type(prompts).__name__}"
+        )
+    listed = list(prompts)
+    if listed and all(isinstance(p, int | np.integer) for p in listed):
+        return [cast("Sequence[int]", listed)]
+    return listed
+
+
+def _rows(prompts: np.ndarray[Any, Any]) -> Sequence[Prompt]:
+    if prompts.ndim != 2:
+        raise InvalidRequestError(
+            f"an array of token ids has one dimension (a prompt) or two (prompts), got {prompts.ndim}"
+        )
+    return list(prompts)
+
+
+def checked_ids(ids: object, vocab_size: int, what: str) -> list[int]:
+    """Token ids as Python integers, at least one; `what` says in errors what they should have been."""
+    if isinstance(ids, np.ndarray) and ids.ndim > 0:
+        ids = ids.tolist()
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray | memoryview):
+        raise InvalidRequestError(f"{what}, got {type(ids).__name__}")
+    checked: list[int] = []
+    for position, token in enumerate(ids):
+        if isinstance(token, bool | np.bool_) or not isinstance(token, int | np.integer):
+            raise InvalidRequestError(
+                f"token id {token!r} at position {position} is a {type(token).__name__}; expected an integer"
+            )
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"token id {token} at position {position} is outside the vocabulary; expected 0 to {vocab_size - 1}"
+            )
+        checked.append(int(token))
+    if not checked:
+        raise InvalidRequestError("the prompt is empty; give at least one token")
+    return checked
+
+
+def listed_conversations(messages: object) -> list[Sequence[Message]]:
+    """The conversations of a `chat` call, which may be a single one; raises `InvalidRequestError`."""
+    if isinstance(messages, Mapping | str | bytes) or not isinstance(messages, Sequence):
+        raise InvalidRequestError(
+            f"a conversation is a list of {{'role': ..., 'content': ...}}; got {type(messages).__name__}"
+        )
+    if messages and all(isinstance(m, Mapping) for m in messages):
+        return [cast("Sequence[Message]", messages)]
+    return list(messages)
