@@ -84,6 +84,8 @@ struct KernelTable {
   void (*attention)(const AttnSpec& s, const AttnRow& row, const KvView& kv, int kv_head, int first, int n,
                     const float* q, float* out, float* scratch);
   void (*add)(float* x, const float* y, int n);
+  // Whether one of 16 scores is larger than the best so far, or no number.
+  bool (*beats)(const float* y, float best);
 };
 
 const KernelTable* kernels_portable();

@@ -36,6 +36,7 @@ static inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }  // a > b ? 
 static inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }  // a < b ? a : b
 static inline F abs(F a) { return {_mm512_abs_ps(a.v)}; }
 static inline F round(F a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+static inline bool any_not_le(F a, F b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLE_UQ) != 0; }  // a > b, or NaN
 // 2^n for integral n in [-126, 127].
 static inline F pow2(F n) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
@@ -146,6 +147,9 @@ static inline F round(F x) {
   return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
           _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
+static inline bool any_not_le(F x, F y) {
+  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NLE_UQ), _mm256_cmp_ps(x.b, y.b, _CMP_NLE_UQ))) != 0;
+}
 static inline F pow2(F n) {
   const __m256i bias = _mm256_set1_epi32(127);
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.a), bias), 23)),
@@ -228,6 +232,11 @@ FR_LANES(min, (F a, F b), a.v[i] < b.v[i] ? a.v[i] : b.v[i])
 FR_LANES(abs, (F a), __builtin_fabsf(a.v[i]))
 FR_LANES(round, (F a), __builtin_nearbyintf(a.v[i]))
 #undef FR_LANES
+static inline bool any_not_le(F a, F b) {
+  for (int i = 0; i < 16; i++)
+    if (!(a.v[i] <= b.v[i])) return true;
+  return false;
+}
 static inline F pow2(F n) {
   F r;
   for (int i = 0; i < 16; i++) {

@@ -369,7 +369,7 @@ void Tape::run_head(const Op& op, std::atomic<int>& next, int member, const Step
   const Packed& w = weights_[size_t(op.weight)];
   Buffer& x = at(op.in);
   auto& best = best_[size_t(member)];
-  best.assign(size_t(s.outputs), {-__builtin_inff(), -1});
+  best.assign(size_t(s.outputs), {-__builtin_inff(), -1, false});
   const int tiles = packed_tiles(w.N), step = piece(tiles, team.size());
   for (int begin = member * step; begin < tiles; begin = next.fetch_add(step, std::memory_order_relaxed)) {
     for (int panel = 0; panel < s.outputs; panel += kPanel) {
@@ -382,9 +382,10 @@ void Tape::run_head(const Op& op, std::atomic<int>& next, int member, const Step
             return;
           }
           Best& b = best[size_t(m)];
+          if (n == kTile && !k_->beats(y, b.value)) return;  // a thread's tiles ascend, so a tie keeps the lower id
           for (int c = 0; c < n; c++) {
-            const int id = tile * kTile + c;
-            if (y[c] > b.value || (y[c] == b.value && b.id > id)) b = {y[c], id};
+            if (!(y[c] < __builtin_inff())) b.broken = true;
+            else if (y[c] > b.value) b = {y[c], tile * kTile + c, b.broken};
           }
         });
       }
@@ -393,12 +394,14 @@ void Tape::run_head(const Op& op, std::atomic<int>& next, int member, const Step
   team.barrier();
   if (member != 0) return;
   for (int m = s.logits; m < s.outputs; m++) {
-    Best winner{-__builtin_inff(), -1};
+    Best winner{-__builtin_inff(), -1, false};
+    bool broken = false;
     for (int t = 0; t < team.size(); t++) {
       const Best& b = best_[size_t(t)][size_t(m)];
+      broken = broken || b.broken;
       if (b.id >= 0 && (b.value > winner.value || (b.value == winner.value && (winner.id < 0 || b.id < winner.id)))) winner = b;
     }
-    s.argmax_out[m] = winner.id;
+    s.argmax_out[m] = broken ? -1 : winner.id;
   }
 }
 

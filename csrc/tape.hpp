@@ -61,7 +61,7 @@ struct Step {
   const int32_t* table_row;  // [rows] each row's block table
   const int32_t* output;     // [outputs] tokens whose next-token distribution is wanted
   float* logits_out;         // [logits][vocabulary] for the first `logits` outputs
-  int32_t* argmax_out;       // [outputs], filled for the others; -1: no number was largest (NaN)
+  int32_t* argmax_out;       // [outputs], filled for the others; -1: a score is NaN or infinite
 };
 
 enum class Domain : int { Tokens = 0, Outputs = 1 };
@@ -121,7 +121,7 @@ class Tape {
     AttnSpec attn{};
   };
   struct AttnTask { int row, kv_head, first, n; };
-  struct Best { float value; int32_t id; };
+  struct Best { float value; int32_t id; bool broken; };  // broken: a score was NaN or +inf
 
   Buffer& at(int id);
   int count(Domain d, const Step& s) const { return d == Domain::Tokens ? s.tokens : s.outputs; }

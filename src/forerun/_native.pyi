@@ -25,9 +25,7 @@ def gumbel(seed: int, position: int, ids: NDArray[numpy.int32], isa: str = "auto
 def top_logprobs(
     logits: NDArray[numpy.float32], top: int, chosen: NDArray[numpy.int32], isa: str = "auto"
 ) -> tuple[NDArray[numpy.int32], NDArray[numpy.float32], NDArray[numpy.float32]]:
-    """
-    (ids int32[R, top], logprobs float32[R, top], chosen_logprob float32[R]) of logits float32[R, V]; -1 and NaN in a row that has no distribution.
-    """
+    """(ids int32[R, top], logprobs float32[R, top], chosen_logprob float32[R]) of logits float32[R, V]."""
 
 def sample_isas() -> list[str]:
     """Names of the instruction sets that this processor can sample with."""

@@ -223,7 +223,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: typ
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("place", ["load", "forward", "choose"])
+@pytest.mark.parametrize("place", ["_admit", "load", "forward", "choose"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_step_that_is_interrupted_is_done_again(
     path: Path, alone: Engine, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], place: str, after: bool
@@ -231,14 +231,17 @@ def test_a_step_that_is_interrupted_is_done_again(
     params = replace(FREE, logprobs=VOCAB_SIZE, temperature=0.7, seed=3)
     for steps in (0, 1, 2, 7):
         engine = Engine(path, kv_tokens=160, max_rows=2, max_step_tokens=16, threads=1, cache_weights=False)
-        owner = {"load": engine.batch, "forward": engine.executor, "choose": engine.sampler}[place]
+        owner = {
+            "_admit": engine.scheduler, "load": engine.batch, "forward": engine.executor, "choose": engine.sampler,
+        }[place]  # fmt: skip
         handles = [engine.submit(p, params) for p in PROMPTS]
         for _ in range(steps):
             engine.step()
         with monkeypatch.context() as patch:
             fail_once(patch, owner, place, error, after)
             with pytest.raises(error):
-                engine.step()
+                while engine.step():
+                    pass
         engine.check_integrity()
         for handle, prompt in zip(handles, PROMPTS, strict=True):
             output, expected = handle.result(), alone.generate([prompt], params)[0]

@@ -6,7 +6,6 @@ mixes of requests, chunk sizes, pool sizes (so that some are preempted) and shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,16 +41,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path) -> Iterator[Engine]:
+def alone(model: Path) -> Engine:
     """Runs one request at a time, the prompt in one piece, nothing cached."""
-    yield Engine(model, kv_tokens=1024, prefix_cache=False, cache_weights=False, threads=1)
+    return Engine(model, kv_tokens=1024, prefix_cache=False, cache_weights=False, threads=1)
 
 
 def asks() -> st.SearchStrategy[Ask]:
     # Prompts from a few stems, so that prefixes are shared and cached.
-    stem = st.integers(0, 2).map(
-        lambda seed: tuple(np.random.default_rng(seed).integers(0, VOCAB_SIZE, 40).tolist())
-    )
+    stem = st.integers(0, 2).map(lambda seed: tuple(np.random.default_rng(seed).integers(0, VOCAB_SIZE, 40).tolist()))
     prompt = st.builds(
         lambda s, cut, tail: (*s[:cut], *tail),
         stem, st.integers(1, 40), st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30),
@@ -113,13 +110,9 @@ def test_preemption_and_prefix_hits_do_happen_in_such_mixes(model: Path, alone: 
     """The property above means something only if its events occur; here they are made to."""
     rng = np.random.default_rng(1)
     stem = rng.integers(0, VOCAB_SIZE, 33).tolist()
-    params = SamplingParams(
-        max_tokens=40, ignore_eos=True, logprobs=VOCAB_SIZE, temperature=0.9, seed=5
-    )
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=VOCAB_SIZE, temperature=0.9, seed=5)
     prompts = [[*stem, i] for i in range(4)]
-    engine = Engine(
-        model, kv_tokens=16 * 9, max_rows=4, max_step_tokens=24, cache_weights=False, threads=2
-    )
+    engine = Engine(model, kv_tokens=16 * 9, max_rows=4, max_step_tokens=24, cache_weights=False, threads=2)
     outputs = engine.generate(prompts, params)
     stats = engine.stats()
     assert stats.preemptions > 0
@@ -189,6 +182,10 @@ def test_a_planted_dependence_on_the_batch_is_caught(
     monkeypatch.setattr(engine.executor, "forward", misplaced)
     outputs = engine.generate(prompts, params)
     expected = alone.generate(prompts, params)
-    with pytest.raises(AssertionError):
+
+    def compare() -> None:
         for a, b in zip(outputs, expected, strict=True):
             same(a, b)
+
+    with pytest.raises(AssertionError):
+        compare()

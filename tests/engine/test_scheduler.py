@@ -92,9 +92,7 @@ class ToyExecutor:
         state = self.memory[slot(row.start - 1)] if row.start else truth[0]
         for index, token in enumerate(query, row.start):
             state = step_state(state, token)
-            assert self.pool.is_writable(slot(index) // self.pool.block_size), (
-                "write into shared KV"
-            )
+            assert self.pool.is_writable(slot(index) // self.pool.block_size), "write into shared KV"
             assert slot(index) not in written, "two rows write to one slot"
             written.add(slot(index))
             self.memory[slot(index)] = state
@@ -181,9 +179,7 @@ class Simulation:
     def check(self) -> None:
         self.scheduler.check_integrity()
         n_slots = sum(request.limit for request in self.requests)
-        disturbances = (
-            1 + sum(request.preemptions for request in self.requests) * self.setup.failures
-        )
+        disturbances = 1 + sum(request.preemptions for request in self.requests) * self.setup.failures
         assert self.steps <= n_slots * disturbances, "no progress"
 
     def step(self) -> None:
@@ -354,9 +350,7 @@ def test_any_mix_finishes_in_bounded_steps_with_the_right_text(setup: Setup) -> 
 
 @settings(max_examples=50, deadline=None)
 @given(setups(), st.booleans(), st.booleans(), st.booleans())
-def test_cancel_fork_and_failure_at_any_time(
-    setup: Setup, cancels: bool, forks: bool, failures: bool
-) -> None:
+def test_cancel_fork_and_failure_at_any_time(setup: Setup, cancels: bool, forks: bool, failures: bool) -> None:
     Simulation(replace(setup, cancels=cancels, forks=forks, failures=failures)).run()
 
 

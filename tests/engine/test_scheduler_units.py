@@ -170,9 +170,7 @@ def test_a_prompt_can_be_computed_without_an_answer() -> None:
 
 
 def test_misuse_is_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"max_step_tokens \(3\) must be at least max_rows"
-    ):
+    with pytest.raises(ConfigurationError, match=r"max_step_tokens \(3\) must be at least max_rows"):
         scheduler(max_step_tokens=3)
     with pytest.raises(ConfigurationError, match="max_rows"):
         scheduler(max_rows=0)
@@ -218,9 +216,7 @@ def test_check_integrity_sees_wrong_books() -> None:
 def test_a_step_costs_microseconds_whatever_the_context() -> None:
     def best_step(n_prompt: int) -> float:
         pool = BlockPool(8 * (n_prompt + 512) // 16, 16)
-        s = Scheduler(
-            pool, PrefixCache(pool), max_step_tokens=8 * n_prompt, max_rows=8, max_model_len=10**6
-        )
+        s = Scheduler(pool, PrefixCache(pool), max_step_tokens=8 * n_prompt, max_rows=8, max_model_len=10**6)
         for index in range(8):
             s.add(Request(f"r{index}", [index] * n_prompt, Params(400)))
         advance(s)

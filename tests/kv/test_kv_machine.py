@@ -148,9 +148,7 @@ class KVMachine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         sequence = self.pick(data)
         free = self.pool.n_free
-        self.sequences.append(
-            Sequence(sequence.table.fork(), sequence.tokens.copy(), sequence.salt)
-        )
+        self.sequences.append(Sequence(sequence.table.fork(), sequence.tokens.copy(), sequence.salt))
         assert self.pool.n_free == free
 
     @precondition(lambda self: self.sequences)

@@ -86,9 +86,7 @@ scalings = st.one_of(
     scaling=scalings,
     positions=st.integers(0, 300),
 )
-def test_rope_table_is_the_formula_of_each_pair(
-    theta: float, half: int, scaling: Any, positions: int
-) -> None:
+def test_rope_table_is_the_formula_of_each_pair(theta: float, half: int, scaling: Any, positions: int) -> None:
     rope = RopeConfig(theta, "half", 2 * half, scaling)
     table = rope_table(rope, positions)
     assert table.cos.shape == table.sin.shape == (positions, half)
@@ -176,9 +174,7 @@ def test_gguf_gemma3_windows_and_local_rope() -> None:
     linear = read_gguf(spec, rope__scaling__type="linear", rope__scaling__factor=8.0)
     assert linear.rope.scaling == LinearScaling(8.0)
     assert linear.rope_local == RopeConfig(1e4, "half", 64)
-    unlimited = read_gguf(
-        spec, attention__sliding_window=None, attention__sliding_window_pattern=None
-    )
+    unlimited = read_gguf(spec, attention__sliding_window=None, attention__sliding_window_pattern=None)
     assert unlimited.sliding_window is None
     assert unlimited.window_layers == (False,) * 7
     assert unlimited.rope_local is None
@@ -386,9 +382,7 @@ def test_hf_partial_rotary() -> None:
         ("llama", "quantization_config", {"quant_method": "gptq"}, "quantization_config"),
     ],
 )
-def test_hf_unsupported_features_are_named(
-    architecture: Any, key: str, value: Any, named: str
-) -> None:
+def test_hf_unsupported_features_are_named(architecture: Any, key: str, value: Any, named: str) -> None:
     with pytest.raises(UnsupportedModelError, match=named):
         read_hf(TinySpec(architecture), **{key: value})
 

@@ -94,9 +94,7 @@ def opened(path: Path, raw: bytes) -> Iterator[GGUFFile]:
         yield f
 
 
-def refuse(
-    path: Path, raw: bytes, match: str, error: type[Exception] = ModelFormatError
-) -> Exception:
+def refuse(path: Path, raw: bytes, match: str, error: type[Exception] = ModelFormatError) -> Exception:
     """Opening `raw` must fail with `error` and a message that names the path and what to do."""
     path.write_bytes(raw)
     with pytest.raises(error, match=match) as caught:
@@ -153,9 +151,7 @@ def test_round_trip(path: Path, version: int, alignment: int) -> None:
             st.integers(-(2**63), 2**64 - 1),
             st.floats(width=32, allow_nan=False),
             st.lists(st.text(max_size=8), min_size=1, max_size=5),
-            st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=5).map(
-                lambda v: np.array(v, np.int32)
-            ),
+            st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=5).map(lambda v: np.array(v, np.int32)),
             st.lists(st.lists(st.text(max_size=4), min_size=1, max_size=3), min_size=1, max_size=3),
         ),
         max_size=6,
@@ -408,9 +404,7 @@ def test_bad_file(path: Path, case: str) -> None:
 
 def test_unsupported_types_are_named(path: Path) -> None:
     rows = [tensor_entry("a", [256], 0, 0), tensor_entry("blk.0.w", [256], 16, 1024)]
-    error = refuse(
-        path, with_rows(*rows)(), "'blk.0.w' is stored as IQ2_XXS", UnsupportedModelError
-    )
+    error = refuse(path, with_rows(*rows)(), "'blk.0.w' is stored as IQ2_XXS", UnsupportedModelError)
     assert "1 of 2 tensors" in str(error)
     rows = [tensor_entry("a", [256], 777, 0)]
     refuse(path, with_rows(*rows)(), "unknown type .id 777", UnsupportedModelError)

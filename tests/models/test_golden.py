@@ -8,7 +8,6 @@ batch: the lengths below).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,9 @@ pytestmark = [
         pytest.param("coder-1.5b", marks=pytest.mark.slow),
     ],
 )
-def golden(request: pytest.FixtureRequest) -> Iterator[tuple[str, Engine, dict[str, Any]]]:
+def golden(request: pytest.FixtureRequest) -> tuple[str, Engine, dict[str, Any]]:
     name: str = request.param
-    yield name, Engine(CATALOG[name], kv_tokens=2048), json.loads((GOLDEN / f"{name}.json").read_text())
+    return name, Engine(CATALOG[name], kv_tokens=2048), json.loads((GOLDEN / f"{name}.json").read_text())
 
 
 def divergence(top_ids: Any, top_logprobs: Any, ids: Any, logprobs: Any) -> float:

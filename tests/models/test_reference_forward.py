@@ -85,9 +85,7 @@ def test_query_heads_share_keys_in_consecutive_groups(architecture: Any) -> None
             alone[name] = repeated.reshape(-1, *values.shape[1:])
     tokens = np.random.default_rng(6).integers(0, 290, 9)
     ungrouped = replace(config, n_kv_heads=config.n_heads)
-    np.testing.assert_allclose(
-        forward(config, weights, tokens).logits, forward(ungrouped, alone, tokens).logits
-    )
+    np.testing.assert_allclose(forward(config, weights, tokens).logits, forward(ungrouped, alone, tokens).logits)
 
 
 def test_a_chain_is_the_default() -> None:

@@ -160,9 +160,7 @@ def test_every_missing_tensor_is_named(tmp_path: Path, architecture: Any) -> Non
 
 def test_missing_folder_tensor_is_named(tmp_path: Path) -> None:
     for name in tiny_hf_tensors(small("qwen2", layers=1)):
-        folder = edited_folder(
-            tmp_path / "m", small("qwen2", layers=1), lambda tensors, n=name: tensors.pop(n)
-        )
+        folder = edited_folder(tmp_path / "m", small("qwen2", layers=1), lambda tensors, n=name: tensors.pop(n))
         with pytest.raises(ModelFormatError, match=r"lack"):
             open_model(folder)
 
@@ -172,9 +170,7 @@ def test_every_wrong_shape_is_named(tmp_path: Path, architecture: Any) -> None:
     spec = small(architecture, layers=1)
     for name, shape in expected_tensors(tiny_config(spec)).items():
 
-        def change(
-            tensors: dict[str, TensorData], name: str = name, shape: tuple[int, ...] = shape
-        ) -> None:
+        def change(tensors: dict[str, TensorData], name: str = name, shape: tuple[int, ...] = shape) -> None:
             wrong = (*shape[:-1], shape[-1] + 1)
             tensors[name] = make_tensor(name, np.zeros(wrong, dtype=np.float32))
 
@@ -183,9 +179,7 @@ def test_every_wrong_shape_is_named(tmp_path: Path, architecture: Any) -> None:
             open_model(path)
 
 
-@pytest.mark.parametrize(
-    "name", ["blk.0.attn_output.bias", "blk.0.ffn_gate_inp.weight", "blk.9.attn_q.weight", "a.b"]
-)
+@pytest.mark.parametrize("name", ["blk.0.attn_output.bias", "blk.0.ffn_gate_inp.weight", "blk.9.attn_q.weight", "a.b"])
 def test_a_tensor_that_nothing_reads_is_refused(tmp_path: Path, name: str) -> None:
     def change(tensors: dict[str, TensorData]) -> None:
         tensors[name] = make_tensor(name, np.zeros(64))
@@ -207,9 +201,7 @@ def test_folder_weights_of_another_type_are_refused(tmp_path: Path) -> None:
     folder = write_tiny_folder(tmp_path / "tiny", spec)
     content = (folder / "model.safetensors").read_bytes()
     first = content.index(b'"F32"')
-    (folder / "model.safetensors").write_bytes(
-        content[:first] + b'"I32"' + content[first + len(b'"I32"') :]
-    )
+    (folder / "model.safetensors").write_bytes(content[:first] + b'"I32"' + content[first + len(b'"I32"') :])
     with pytest.raises(UnsupportedModelError, match=r"model\.embed_tokens\.weight"):
         open_model(folder)
 
@@ -276,9 +268,7 @@ def test_data_outlives_the_source(tmp_path: Path) -> None:
 def test_tokenizer_and_chat_template(tmp_path: Path, kind: str) -> None:
     spec = small("qwen3")
     path = (
-        write_tiny_gguf(tmp_path / "tiny.gguf", spec)
-        if kind == "file"
-        else write_tiny_folder(tmp_path / "tiny", spec)
+        write_tiny_gguf(tmp_path / "tiny.gguf", spec) if kind == "file" else write_tiny_folder(tmp_path / "tiny", spec)
     )
     with open_model(path) as source:
         tokenizer = source.tokenizer()

@@ -36,9 +36,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSource]:
     made = {}
     for architecture in ARCHITECTURES:
         for label, types in (("f32", {}), ("mixed", MIXED)):
-            path = write_tiny_gguf(
-                folder / f"{architecture}-{label}.gguf", TinySpec(architecture, types=types)
-            )
+            path = write_tiny_gguf(folder / f"{architecture}-{label}.gguf", TinySpec(architecture, types=types))
             made[f"{architecture}-{label}"] = open_model(path)
     yield made
     for source in made.values():
@@ -72,9 +70,7 @@ class Sequence:
         for i in range(n):
             parent = i - 1 if parents is None else parents[i]
             positions.append((positions[parent] if parent >= 0 else self.cached - 1) + 1)
-            ancestors.append(
-                (ancestors[parent] if parent >= 0 else 0) | 1 << i if parents is not None else 0
-            )
+            ancestors.append((ancestors[parent] if parent >= 0 else 0) | 1 << i if parents is not None else 0)
         step = StepInput(
             tokens=np.array(tokens, dtype=np.int32),
             positions=np.array(positions, dtype=np.int32),
@@ -98,24 +94,18 @@ def text(n: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("label", ["f32", "mixed"])
-def test_forward_equals_reference(
-    sources: dict[str, ModelSource], architecture: Architecture, label: str
-) -> None:
+def test_forward_equals_reference(sources: dict[str, ModelSource], architecture: Architecture, label: str) -> None:
     source = sources[f"{architecture}-{label}"]
     tokens = text(70)
     expected = forward(source.config, dequantised(source), tokens, hook=engine_hook(source)).logits
     got = Sequence(executor(source), list(range(BLOCKS))).feed(tokens)
-    # With quantised weights, float32 and float64 agree until one of thousands of activations lies so close to the middle
-    # of two int8 steps that they round it apart; from there on the results differ by that step's size.
-    assert (
-        np.abs(got - expected).max() < (2e-3 if label == "f32" else 0.06) * np.abs(expected).max()
-    )
+    # With quantised weights, float32 and float64 agree until one of thousands of activations lies so close to the
+    # middle of two int8 steps that they round it apart; from there on the results differ by that step's size.
+    assert np.abs(got - expected).max() < (2e-3 if label == "f32" else 0.06) * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_most_single_tokens_meet_no_rounding_apart(
-    sources: dict[str, ModelSource], architecture: Architecture
-) -> None:
+def test_most_single_tokens_meet_no_rounding_apart(sources: dict[str, ModelSource], architecture: Architecture) -> None:
     source = sources[f"{architecture}-mixed"]
     weights, hook, ex = dequantised(source), engine_hook(source), executor(source)
     errors = []
@@ -165,9 +155,7 @@ def test_tree_path_has_the_bits_of_the_plain_sequence(
     plain = Sequence(ex, data.draw(st.permutations(range(BLOCKS))))
     plain.feed(prefix)
     for i in path:
-        np.testing.assert_array_equal(
-            plain.feed([draft[i]])[0].view(np.uint32), drafted[i].view(np.uint32)
-        )
+        np.testing.assert_array_equal(plain.feed([draft[i]])[0].view(np.uint32), drafted[i].view(np.uint32))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -214,9 +202,7 @@ def test_moved_slot_and_copied_block_carry_their_content(sources: dict[str, Mode
     ex.kv.move_slot(1, 3, 1, 2)
     ex.kv.move_slot(1, 4, 1, 3)
     branched.cached = 20
-    np.testing.assert_array_equal(
-        branched.feed([5])[0].view(np.uint32), expected[20].view(np.uint32)
-    )
+    np.testing.assert_array_equal(branched.feed([5])[0].view(np.uint32), expected[20].view(np.uint32))
     ex.kv.copy_block(1, 9)
     copied = Sequence(ex, [0, 9, 2])
     copied.cached = 20

@@ -44,9 +44,7 @@ def product(
     tape = Tape(max_tokens=len(x), max_outputs=1, threads=threads, isa=isa or None)
     a, y = tape.buffer(k), tape.buffer(n)
     weight = tape.weight(tensor.type, n, k, packed)
-    tape.linear(
-        a, [Into(weight, y, tape.vector(bias) if bias is not None else None, onto is not None)]
-    )
+    tape.linear(a, [Into(weight, y, tape.vector(bias) if bias is not None else None, onto is not None)])
     tape.write(a, x)
     if onto is not None:
         tape.write(y, onto)
@@ -63,9 +61,7 @@ def make(type: GGMLType, n: int, k: int, seed: int, extreme: float = 0.0) -> Ten
 def activations(rows: int, k: int, seed: int) -> Floats:
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, k)).astype(np.float32)
-    x *= np.exp(rng.normal(size=(1, k))).astype(
-        np.float32
-    )  # outlier channels, as real activations have
+    x *= np.exp(rng.normal(size=(1, k))).astype(np.float32)  # outlier channels, as real activations have
     return x
 
 
@@ -129,9 +125,7 @@ def test_head_takes_any_vocabulary_and_the_lowest_id_on_ties(n: int) -> None:
     tensor = TensorData("w", GGMLType.F32, (n, 64), rows.reshape(-1).view(np.uint8))
     packed = np.empty(ops.packed_bytes(tensor.type, n, 64), dtype=np.uint8)
     ops.pack(tensor, packed, 1)
-    x = np.concatenate([rng.normal(size=(9, 64)), rows[n // 2 : n // 2 + 1] * 100]).astype(
-        np.float32
-    )
+    x = np.concatenate([rng.normal(size=(9, 64)), rows[n // 2 : n // 2 + 1] * 100]).astype(np.float32)
     for n_logits in (0, 4, 10):
         tape = Tape(max_tokens=10, max_outputs=10, threads=2)
         a, out = tape.buffer(64), tape.buffer(64, outputs=True)

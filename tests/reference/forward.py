@@ -174,9 +174,7 @@ def frequency(rope: RopeConfig, pair: int) -> float:
         return (1 - smooth) * plain / scaling.factor + smooth * plain
     if isinstance(scaling, YarnScaling):
         ends = [
-            rope.dims
-            * math.log(scaling.original_context / (turns * 2 * math.pi))
-            / (2 * math.log(rope.theta))
+            rope.dims * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
             for turns in (scaling.beta_fast, scaling.beta_slow)
         ]
         if scaling.truncate:

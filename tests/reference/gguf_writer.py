@@ -162,10 +162,7 @@ def gguf_bytes(
     for t in stored:
         offsets.append(offset)
         offset += -(-t.data.size // alignment) * alignment
-    out += [
-        tensor_entry(t.name, reversed(t.shape), int(t.type), o)
-        for t, o in zip(stored, offsets, strict=True)
-    ]
+    out += [tensor_entry(t.name, reversed(t.shape), int(t.type), o) for t, o in zip(stored, offsets, strict=True)]
     head = b"".join(out)
     body = [head, bytes(-len(head) % alignment)]
     for t in stored:

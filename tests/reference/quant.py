@@ -163,9 +163,7 @@ _HALF_FIELDS = {
 }
 
 
-def random_blocks(
-    type: GGMLType, shape: tuple[int, ...], rng: np.random.Generator, *, extreme: float = 0.1
-) -> Bytes:
+def random_blocks(type: GGMLType, shape: tuple[int, ...], rng: np.random.Generator, *, extreme: float = 0.1) -> Bytes:
     """uint8[rows * row_bytes] that decode to finite weights of `shape` (NumPy order).
 
     Every bit pattern of quants and packed scales can occur. A share `extreme` of the blocks (of the

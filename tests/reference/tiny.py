@@ -149,10 +149,7 @@ def _type_of(spec: TinySpec, name: str) -> GGMLType:
 
 def tiny_tensors(spec: TinySpec) -> list[TensorData]:
     """The tensors of the GGUF file, quantised as asked."""
-    tensors = [
-        make_tensor(name, values, _type_of(spec, name))
-        for name, values in tiny_weights(spec).items()
-    ]
+    tensors = [make_tensor(name, values, _type_of(spec, name)) for name, values in tiny_weights(spec).items()]
     if spec.rope_factors is not None:
         tensors.append(make_tensor("rope_freqs.weight", np.array(spec.rope_factors)))
     return tensors
@@ -241,9 +238,7 @@ def tiny_hf_config(spec: TinySpec) -> dict[str, Any]:
             "rope_local_base_freq": 1e4,
             "query_pre_attn_scalar": spec.head_dim,
             "sliding_window": spec.window,
-            "layer_types": [
-                "sliding_attention" if window else "full_attention" for window in spec.window_layers
-            ],
+            "layer_types": ["sliding_attention" if window else "full_attention" for window in spec.window_layers],
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
         }

@@ -68,9 +68,7 @@ def test_rare_tokens_are_drawn_as_often_as_they_should():
     """512 tokens that hold 0.001 together, beside one that holds the rest."""
     logits = np.full(513, np.log(0.001 / 512 / 0.999), np.float32)
     logits[0] = 0
-    count = sum(
-        np.count_nonzero(draw(logits, seeds=np.full(DRAWS, s, np.uint64))) for s in range(4)
-    )
+    count = sum(np.count_nonzero(draw(logits, seeds=np.full(DRAWS, s, np.uint64))) for s in range(4))
     expected = 4 * DRAWS * 0.001
     assert abs(count - expected) < 4 * np.sqrt(expected)
 

@@ -66,9 +66,7 @@ def random_logits(rng: np.random.Generator, n: int, V: int) -> np.ndarray:
     kind = rng.integers(0, 10, n)
     rows[kind == 1] = np.round(rows[kind == 1])
     rows[kind == 2] = np.float32(rng.standard_normal())
-    rows[kind == 3] = rng.choice(
-        np.array([0.0, -0.0, 1.0], np.float32), (int((kind == 3).sum()), V)
-    )
+    rows[kind == 3] = rng.choice(np.array([0.0, -0.0, 1.0], np.float32), (int((kind == 3).sum()), V))
     masked = np.flatnonzero(kind == 4)
     rows[masked] = np.where(rng.random((len(masked), V)) < 0.9, -np.inf, rows[masked])
     rows[kind == 5] *= np.float32(1e36)
@@ -87,12 +85,8 @@ def random_rows(rng: np.random.Generator, n: int, V: int) -> Rows:
         random_logits(rng, n, V),
         rng.choice(np.array(TEMPERATURES, np.float32), n),
         np.where(rng.random(n) < 0.4, 0, rng.choice(edges, n)).astype(np.int32),
-        np.where(
-            rng.random(n) < 0.4, 1, rng.choice([0, 1e-9, 0.3, 0.5, 0.9, 0.99, 1 - 2**-24], n)
-        ).astype(np.float32),
-        np.where(rng.random(n) < 0.5, 0, rng.choice([1e-30, 0.01, 0.1, 0.5, 1], n)).astype(
-            np.float32
-        ),
+        np.where(rng.random(n) < 0.4, 1, rng.choice([0, 1e-9, 0.3, 0.5, 0.9, 0.99, 1 - 2**-24], n)).astype(np.float32),
+        np.where(rng.random(n) < 0.5, 0, rng.choice([1e-30, 0.01, 0.1, 0.5, 1], n)).astype(np.float32),
         rng.integers(0, 2**64, n, dtype=np.uint64),
         rng.integers(0, 2**40, n),
     )
@@ -199,9 +193,7 @@ def test_logprobs_equal_the_definition_bit_for_bit(V):
 def test_a_row_is_independent_of_its_neighbours():
     rows = random_rows(np.random.default_rng(5), 60, 333)
     together = _native.sample(*rows.arguments())
-    alone = [
-        _native.sample(*(column[r : r + 1] for column in rows.arguments()))[0] for r in range(60)
-    ]
+    alone = [_native.sample(*(column[r : r + 1] for column in rows.arguments()))[0] for r in range(60)]
     assert together.tolist() == alone
     order = np.random.default_rng(6).permutation(60)
     shuffled = _native.sample(*(np.ascontiguousarray(c[order]) for c in rows.arguments()))

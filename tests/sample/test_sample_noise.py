@@ -47,9 +47,7 @@ def test_keys_wrap_at_64_bits():
 def test_log32_is_accurate(low):
     x = np.geomspace(low, 20, 200_001, dtype=np.float32)
     exact = np.log(x.astype(np.float64))
-    assert np.all(
-        np.abs(noise.log32(x) - exact) <= 2 * np.spacing(np.abs(exact).astype(np.float32))
-    )
+    assert np.all(np.abs(noise.log32(x) - exact) <= 2 * np.spacing(np.abs(exact).astype(np.float32)))
 
 
 def test_log1m32_is_accurate_for_tiny_and_large_arguments():

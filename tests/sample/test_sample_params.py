@@ -121,9 +121,7 @@ def test_unknown_field_is_refused():
 
 
 def test_edges_of_the_ranges_are_allowed():
-    params = SamplingParams(
-        max_tokens=2**31 - 1, temperature=1e-6, top_k=2**31 - 1, top_p=0, min_p=1, seed=2**64 - 1
-    )
+    params = SamplingParams(max_tokens=2**31 - 1, temperature=1e-6, top_k=2**31 - 1, top_p=0, min_p=1, seed=2**64 - 1)
     assert (params.top_p, params.min_p, params.seed) == (0.0, 1.0, 2**64 - 1)
     assert math.copysign(1, SamplingParams(temperature=-0.0).temperature) == 1
     assert len(SamplingParams(stop=["x" * MAX_STOP_LENGTH]).stop) == 1

@@ -37,9 +37,7 @@ logit_rows = st.lists(
     st.just(0.0) | st.floats(0, 1, width=32),
 )
 def test_survivors_equal_the_textbook(logits, temperature, top_k, top_p, min_p):
-    expected = reference.probabilities(
-        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
-    )
+    expected = reference.probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     assume(expected.margin > 1e-5)
     possible = np.flatnonzero(expected.probabilities > 0).tolist()
     assert kept(logits, temperature, top_k=top_k, top_p=top_p, min_p=min_p) == possible
@@ -47,9 +45,7 @@ def test_survivors_equal_the_textbook(logits, temperature, top_k, top_p, min_p):
 
 @given(logit_rows, st.integers(0, 45), st.floats(0, 1), st.floats(0, 1), st.floats(1e-6, 1e6))
 def test_the_most_probable_token_always_stays(logits, top_k, top_p, min_p, temperature):
-    assert int(np.argmax(logits)) in kept(
-        logits, temperature, top_k=top_k, top_p=top_p, min_p=min_p
-    )
+    assert int(np.argmax(logits)) in kept(logits, temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def test_hugging_face_order_is_temperature_top_k_top_p_min_p():
@@ -105,9 +101,7 @@ def test_exp32_is_accurate():
 def test_masked_tokens_are_never_drawn():
     logits = f32(-INF, 0, -INF, 0, -INF)
     drawn = {
-        transforms.sample(logits, temperature=t, seed=1, position=i)
-        for t in (0.0, 1e-6, 1.0, 1e6)
-        for i in range(50)
+        transforms.sample(logits, temperature=t, seed=1, position=i) for t in (0.0, 1e-6, 1.0, 1e6) for i in range(50)
     }
     assert drawn == {1, 3}
 
@@ -126,18 +120,14 @@ def test_tiny_temperature_still_tells_close_logits_apart():
     low = np.float32(31.9)
     logits = np.array([low, np.nextafter(low, np.float32(32))])
     p = reference.softmax(logits.astype(np.float64) / np.float64(np.float32(1.9e-6)))
-    tokens = [
-        transforms.sample(logits, temperature=1.9e-6, seed=3, position=i) for i in range(1000)
-    ]
+    tokens = [transforms.sample(logits, temperature=1.9e-6, seed=3, position=i) for i in range(1000)]
     assert reference.chi_square_score(tokens, p) < 4
 
 
 def test_draws_depend_on_seed_and_position_alone():
     logits = np.random.default_rng(0).standard_normal(200).astype(np.float32)
     first = [transforms.sample(logits, temperature=1.5, seed=9, position=i) for i in range(40)]
-    again = [
-        transforms.sample(logits, temperature=1.5, seed=9, position=i) for i in reversed(range(40))
-    ]
+    again = [transforms.sample(logits, temperature=1.5, seed=9, position=i) for i in reversed(range(40))]
     other = [transforms.sample(logits, temperature=1.5, seed=8, position=i) for i in range(40)]
     assert first == again[::-1]
     assert first != other

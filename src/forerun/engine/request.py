@@ -178,13 +178,9 @@ def token_limit(request: Request, max_model_len: int, capacity: int) -> int:
     """
     name, prompt, max_tokens = request.request_id, request.n_prompt, request.params.max_tokens
     if prompt == 0:
-        raise InvalidRequestError(
-            f"request {name!r} has an empty prompt; at least one token is needed to start from"
-        )
+        raise InvalidRequestError(f"request {name!r} has an empty prompt; at least one token is needed to start from")
     if max_tokens is not None and max_tokens < 0:
-        raise InvalidRequestError(
-            f"request {name!r}: max_tokens is {max_tokens}, must be 0 or more"
-        )
+        raise InvalidRequestError(f"request {name!r}: max_tokens is {max_tokens}, must be 0 or more")
     if prompt + (max_tokens != 0) > max_model_len:
         raise CapacityError(
             f"request {name!r}: the prompt has {prompt} tokens, but the context holds "

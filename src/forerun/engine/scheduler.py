@@ -137,13 +137,9 @@ class Scheduler:
 
     def _check_new(self, request: Request) -> None:
         if request.request_id in self._live:
-            raise InvalidRequestError(
-                f"a request with id {request.request_id!r} is still live; use another id"
-            )
+            raise InvalidRequestError(f"a request with id {request.request_id!r} is still live; use another id")
         if request.arrival >= 0 or request.state is not RequestState.WAITING:
-            raise InvalidRequestError(
-                f"request {request.request_id!r} was submitted before; make a new Request"
-            )
+            raise InvalidRequestError(f"request {request.request_id!r} was submitted before; make a new Request")
 
     def plan(self, draft_lengths: Mapping[Request, int] | None = None) -> StepPlan:
         """Choose the rows of the next step and give them slots.
@@ -168,14 +164,11 @@ class Scheduler:
             left = self._admit(prefills, left)
         chunks = decodes + prefills
         drafts = (
-            self._deal_drafts(chunks, draft_lengths, left, copies)
-            if draft_lengths and left > 0
-            else [0] * len(chunks)
+            self._deal_drafts(chunks, draft_lengths, left, copies) if draft_lengths and left > 0 else [0] * len(chunks)
         )
         if not chunks and self.has_work:
             raise ScheduleError(
-                "no request can advance, because tables outside the scheduler hold the KV pool's "
-                "blocks; free them"
+                "no request can advance, because tables outside the scheduler hold the KV pool's blocks; free them"
             )
         rows: list[RowPlan] = []
         for (request, _, start, count, samples), n_drafts in zip(chunks, drafts, strict=True):
@@ -201,11 +194,7 @@ class Scheduler:
         n_decodes = 0
         for request in running:
             known = len(request.tokens) - request.num_computed
-            if (
-                request.planned is not None
-                or known < 1
-                or (request.n_output > 0 and request.at_limit)
-            ):
+            if request.planned is not None or known < 1 or (request.n_output > 0 and request.at_limit):
                 raise ScheduleError(_misuse(request))
             n_decodes += known == 1
         left = self.max_step_tokens - n_decodes
@@ -237,9 +226,7 @@ class Scheduler:
                 left -= count
         return left
 
-    def _make_room(
-        self, behind: int, table: BlockTable, count: int, preempted: list[Request]
-    ) -> tuple[int, int]:
+    def _make_room(self, behind: int, table: BlockTable, count: int, preempted: list[Request]) -> tuple[int, int]:
         """Preempt from the end of the running list down to `behind`, until `table` has room.
 
         Returns the tokens that fit now (0 when nobody younger is left: the request keeps its KV and
@@ -364,9 +351,7 @@ class Scheduler:
         n = len(tokens)
         room = min(row.draft_count + 1, request.limit - len(request.tokens)) if row.samples else 0
         if n > room or (n == 0 and room > 0):
-            raise ScheduleError(
-                f"{request!r}: {n} tokens committed, but the row allows {min(1, room)} to {room}"
-            )
+            raise ScheduleError(f"{request!r}: {n} tokens committed, but the row allows {min(1, room)} to {room}")
         request.planned = None
         request.steps += 1
         computed = row.start + row.count
@@ -412,16 +397,14 @@ class Scheduler:
     def abandon(self) -> None:
         """End a step whose forward failed or was interrupted: nothing that it wrote is trusted.
 
-        Requests with a row that is neither committed nor finished go back to the front of the
-        queue, to be computed again.
+        Requests with a row that is neither committed nor finished, or with slots from a plan that was
+        never finished, go back to the front of the queue, to be computed again.
         """
-        for request in reversed([r for r in self._running if r.planned is not None]):
+        for request in reversed([r for r in self._running if r.planned or _table(r).n_tokens != r.num_computed]):
             self._running.remove(request)
             self._requeue(request)
 
-    def fork(
-        self, request: Request, request_id: str, params: RequestParams | None = None
-    ) -> Request:
+    def fork(self, request: Request, request_id: str, params: RequestParams | None = None) -> Request:
         """A new request that continues from the same tokens and shares the KV blocks.
 
         Without a free row it waits first in the queue, and its KV is recomputed or found in the
@@ -480,9 +463,7 @@ class Scheduler:
                 raise KVIntegrityError(f"{request!r} is in the running list")
         for request in self._waiting:
             if request.state is not RequestState.WAITING or request.table is not None:
-                raise KVIntegrityError(
-                    f"{request!r} is in the queue, but holds KV or isn't waiting"
-                )
+                raise KVIntegrityError(f"{request!r} is in the queue, but holds KV or isn't waiting")
         if len(self._live) != len(self._running) + len(self._waiting):
             raise KVIntegrityError("a live request is neither running nor waiting")
 

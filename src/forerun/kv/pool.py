@@ -102,8 +102,7 @@ class BlockPool:
         free = self._free
         if n > len(free) + len(self._retained):
             raise PoolExhausted(
-                f"{n} KV blocks wanted, {self.n_free} of {self.n_blocks} free; finish or preempt a "
-                f"request"
+                f"{n} KV blocks wanted, {self.n_free} of {self.n_blocks} free; finish or preempt a request"
             )
         taken: list[int] = []
         for _ in range(n):
@@ -129,8 +128,7 @@ class BlockPool:
         if refs[block] == 0:
             if block not in self._retained:
                 raise KVIntegrityError(
-                    f"block {block} is free and can't be shared; hold a reference before passing "
-                    f"it on"
+                    f"block {block} is free and can't be shared; hold a reference before passing it on"
                 )
             del self._retained[block]
         refs[block] += 1
@@ -158,9 +156,7 @@ class BlockPool:
             ConfigurationError: the pool already has a prefix cache.
         """
         if self._on_evict is not None:
-            raise ConfigurationError(
-                "this KV pool already has a prefix cache; use that one or another pool"
-            )
+            raise ConfigurationError("this KV pool already has a prefix cache; use that one or another pool")
         self._on_evict = on_evict
 
     def mark_cached(self, block: int) -> None:
@@ -202,9 +198,7 @@ class BlockPool:
             if block in self._retained and not cached:
                 raise KVIntegrityError(f"block {block} is retained, yet no cache knows it")
         if not all(0 <= block < self.n_blocks for block in (*free, *self._retained)):
-            raise KVIntegrityError(
-                "the free list or the retained set names a block outside the pool"
-            )
+            raise KVIntegrityError("the free list or the retained set names a block outside the pool")
         if holders is None:
             return
         held = [0] * self.n_blocks
@@ -213,6 +207,4 @@ class BlockPool:
                 held[block] += 1
         for block, (refs, expected) in enumerate(zip(self._refs, held, strict=True)):
             if refs != expected:
-                raise KVIntegrityError(
-                    f"block {block} has refcount {refs}, but {expected} table entries hold it"
-                )
+                raise KVIntegrityError(f"block {block} has refcount {refs}, but {expected} table entries hold it")

@@ -52,9 +52,7 @@ class _Entry:
 
     __slots__ = ("block", "children", "key", "parent", "salt", "tokens")
 
-    def __init__(
-        self, key: int, block: int, tokens: tuple[int, ...], parent: _Entry | None, salt: str | None
-    ) -> None:
+    def __init__(self, key: int, block: int, tokens: tuple[int, ...], parent: _Entry | None, salt: str | None) -> None:
         self.key = key
         self.block = block
         self.tokens = tokens
@@ -207,28 +205,18 @@ class PrefixCache:
         for key, entry in self._by_key.items():
             block, parent = entry.block, entry.parent
             if self._by_block.get(block) is not entry or entry.key != key:
-                raise KVIntegrityError(
-                    f"the prefix cache's two indexes disagree about block {block}"
-                )
+                raise KVIntegrityError(f"the prefix cache's two indexes disagree about block {block}")
             if key != self._key(parent, entry.tokens, entry.salt):
                 raise KVIntegrityError(f"the hash of block {block} doesn't match its tokens")
             if not self._pool.is_cached(block):
-                raise KVIntegrityError(
-                    f"block {block} is in the prefix cache, but the pool disagrees"
-                )
+                raise KVIntegrityError(f"block {block} is in the prefix cache, but the pool disagrees")
             if len(entry.tokens) != self._pool.block_size:
                 raise KVIntegrityError(f"block {block} is cached, but not full")
-            if parent is not None and (
-                self._by_key.get(parent.key) is not parent or entry not in parent.children
-            ):
-                raise KVIntegrityError(
-                    f"block {block} is cached, but can't be reached from its parent"
-                )
+            if parent is not None and (self._by_key.get(parent.key) is not parent or entry not in parent.children):
+                raise KVIntegrityError(f"block {block} is cached, but can't be reached from its parent")
         for block in range(self._pool.n_blocks):
             if self._pool.is_cached(block) and block not in self._by_block:
-                raise KVIntegrityError(
-                    f"the pool keeps block {block} for a cache that doesn't know it"
-                )
+                raise KVIntegrityError(f"the pool keeps block {block} for a cache that doesn't know it")
 
 
 def _same(entry: _Entry, parent: _Entry | None, tokens: tuple[int, ...], salt: str | None) -> bool:

@@ -100,9 +100,7 @@ class BlockTable:
         """
         if not 0 <= n_tokens <= self.n_tokens:
             raise ValueError(
-                f"can't truncate a table of {self.n_tokens} tokens to {n_tokens}; 0 to "
-                f"{self.n_tokens} "
-                f"are possible"
+                f"can't truncate a table of {self.n_tokens} tokens to {n_tokens}; 0 to {self.n_tokens} are possible"
             )
         pool, blocks = self._pool, self.blocks
         size = pool.block_size
@@ -135,9 +133,7 @@ class BlockTable:
             KVIntegrityError: the table isn't empty.
         """
         if self.blocks:
-            raise KVIntegrityError(
-                "a cached prefix can only start an empty block table; free it first"
-            )
+            raise KVIntegrityError("a cached prefix can only start an empty block table; free it first")
         for block in blocks:
             self._pool.incref(block)
         self.blocks = list(blocks)

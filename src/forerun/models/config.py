@@ -184,9 +184,7 @@ def _llama3(plain: npt.NDArray[np.float64], scaling: Llama3Scaling) -> npt.NDArr
     return blended
 
 
-def _yarn(
-    plain: npt.NDArray[np.float64], rope: RopeConfig, scaling: YarnScaling
-) -> npt.NDArray[np.float64]:
+def _yarn(plain: npt.NDArray[np.float64], rope: RopeConfig, scaling: YarnScaling) -> npt.NDArray[np.float64]:
     def dimension_of(turns: float) -> float:
         ratio = scaling.original_context / (turns * 2 * math.pi)
         return rope.dims * math.log(ratio) / (2 * math.log(rope.theta))
@@ -198,9 +196,7 @@ def _yarn(
     if low == high:
         high += 0.001
     interpolate = np.clip((np.arange(len(plain)) - low) / (high - low), 0.0, 1.0)
-    blended: npt.NDArray[np.float64] = (
-        interpolate * plain / scaling.factor + (1 - interpolate) * plain
-    )
+    blended: npt.NDArray[np.float64] = interpolate * plain / scaling.factor + (1 - interpolate) * plain
     return blended
 
 
@@ -255,14 +251,12 @@ class ModelConfig:
         check_layer_count(self.n_layers)
         if self.n_heads % self.n_kv_heads:
             raise ModelFormatError(
-                f"head count {self.n_heads} is not a multiple of the key/value head count "
-                f"{self.n_kv_heads}."
+                f"head count {self.n_heads} is not a multiple of the key/value head count {self.n_kv_heads}."
             )
         for rope in (self.rope, self.rope_local):
             if rope is not None and rope.dims > self.head_dim:
                 raise ModelFormatError(
-                    f"rope dimension count {rope.dims} is larger than the head dimension "
-                    f"{self.head_dim}."
+                    f"rope dimension count {rope.dims} is larger than the head dimension {self.head_dim}."
                 )
         _require_positive("RMS norm epsilon", self.rms_eps)
         _require_positive("attention scale", self.attention_scale)
@@ -272,8 +266,7 @@ class ModelConfig:
     def _check_windows(self) -> None:
         if len(self.window_layers) != self.n_layers:
             raise ModelFormatError(
-                f"the sliding-window pattern names {len(self.window_layers)} layers, the model has "
-                f"{self.n_layers}."
+                f"the sliding-window pattern names {len(self.window_layers)} layers, the model has {self.n_layers}."
             )
         if any(self.window_layers) and self.sliding_window is None:
             raise ModelFormatError("layers use a sliding window but its size is not given.")

@@ -34,9 +34,7 @@ from forerun.errors import (
 )
 from forerun.models.types import GGMLType, TensorData, row_bytes, unsupported_type_name
 
-MetadataValue: TypeAlias = (
-    "str | int | float | bool | list[str] | list[MetadataValue] | npt.NDArray[np.generic]"
-)
+MetadataValue: TypeAlias = "str | int | float | bool | list[str] | list[MetadataValue] | npt.NDArray[np.generic]"
 
 MAGIC: Final = b"GGUF"
 MAX_ENTRIES: Final = 1 << 16
@@ -201,9 +199,7 @@ def _map_file(path: Path) -> mmap.mmap:
             raise ModelNotFoundError(
                 f"{path}: there is no such file ({e.strerror}); expected the path of a .gguf file"
             ) from e
-        raise CacheError(
-            e.errno, f"the model file can't be opened ({e.strerror}); make it readable", str(path)
-        ) from e
+        raise CacheError(e.errno, f"the model file can't be opened ({e.strerror}); make it readable", str(path)) from e
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -216,9 +212,7 @@ def _map_file(path: Path) -> mmap.mmap:
             )
         return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
     except OSError as e:
-        raise CacheError(
-            e.errno, f"the model file can't be memory-mapped ({e.strerror})", str(path)
-        ) from e
+        raise CacheError(e.errno, f"the model file can't be memory-mapped ({e.strerror})", str(path)) from e
     finally:
         os.close(fd)
 
@@ -317,9 +311,7 @@ class _Reader:
         if n_tensors > min(MAX_TENSORS, left // _MIN_TENSOR_BYTES):
             self._fail(f"the header claims {n_tensors} tensors, more than the file can hold", 8)
         if n_entries > min(MAX_ENTRIES, left // _MIN_ENTRY_BYTES):
-            self._fail(
-                f"the header claims {n_entries} metadata entries, more than the file can hold", 16
-            )
+            self._fail(f"the header claims {n_entries} metadata entries, more than the file can hold", 16)
         return version, n_tensors, n_entries
 
     def _metadata(self, n_entries: int) -> dict[str, MetadataValue]:
@@ -378,9 +370,7 @@ class _Reader:
         if kind == _BOOL:
             if count and values.max() > 1:
                 wrong = int(np.argmax(values > 1))
-                self._fail(
-                    f"{what} must hold booleans, 0 or 1, but has {values[wrong]}", at + wrong
-                )
+                self._fail(f"{what} must hold booleans, 0 or 1, but has {values[wrong]}", at + wrong)
             return values.view(np.bool_)
         return values
 
@@ -407,23 +397,16 @@ class _Reader:
         except struct.error:
             self._fail(f"the file ends inside string {len(values)} of {_show(key)}", at)
         if len(values) < count:
-            self._fail(
-                f"string {len(values)} of {_show(key)} is longer than the rest of the file", at
-            )
+            self._fail(f"string {len(values)} of {_show(key)} is longer than the rest of the file", at)
         self._at = at
         return values
 
     def _alignment(self, metadata: Mapping[str, MetadataValue]) -> int:
         value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if (
-            not isinstance(value, int)
-            or not MIN_ALIGNMENT <= value <= MAX_ALIGNMENT
-            or value & (value - 1)
-        ):
+        if not isinstance(value, int) or not MIN_ALIGNMENT <= value <= MAX_ALIGNMENT or value & (value - 1):
             shown = value if isinstance(value, int | float) else type(value).__name__
             self._fail(
-                f"general.alignment is {shown}, but must be a power of two from {MIN_ALIGNMENT} to "
-                f"{MAX_ALIGNMENT}"
+                f"general.alignment is {shown}, but must be a power of two from {MIN_ALIGNMENT} to {MAX_ALIGNMENT}"
             )
         return value
 
@@ -450,9 +433,7 @@ class _Reader:
             rows[name] = _Row(start, type_id, shape, offset)
         data_start = -(-self._at // alignment) * alignment
         self._refuse_unsupported({name: row.type_id for name, row in rows.items()})
-        tensors = {
-            name: self._tensor_info(name, row, data_start, alignment) for name, row in rows.items()
-        }
+        tensors = {name: self._tensor_info(name, row, data_start, alignment) for name, row in rows.items()}
         self._check_disjoint(tensors)
         return tensors
 
@@ -460,9 +441,7 @@ class _Reader:
         start = self._at
         n_dims = self._u32(f"the number of dimensions of tensor {_show(name)}")
         if not 1 <= n_dims <= MAX_DIMS:
-            self._fail(
-                f"tensor {_show(name)} has {n_dims} dimensions; expected 1 to {MAX_DIMS}", start
-            )
+            self._fail(f"tensor {_show(name)} has {n_dims} dimensions; expected 1 to {MAX_DIMS}", start)
         dims = [self._u64(f"the shape of tensor {_show(name)}") for _ in range(n_dims)]
         if 0 in dims:
             self._fail(f"tensor {_show(name)} has an empty dimension: {dims}", start)
@@ -511,6 +490,4 @@ class _Reader:
         in_order = sorted(tensors.values(), key=lambda t: t.offset)
         for first, second in pairwise(in_order):
             if second.offset < first.offset + first.nbytes:
-                self._fail(
-                    f"tensors {_show(first.name)} and {_show(second.name)} overlap", second.offset
-                )
+                self._fail(f"tensors {_show(first.name)} and {_show(second.name)} overlap", second.offset)

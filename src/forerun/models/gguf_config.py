@@ -74,14 +74,10 @@ class _Keys:
     def fail(self, key: str, expected: str) -> ModelFormatError:
         value = self.get(key)
         if value is None:
-            return ModelFormatError(
-                f"GGUF metadata lacks {self.name(key)!r} ({expected}): the file is incomplete."
-            )
+            return ModelFormatError(f"GGUF metadata lacks {self.name(key)!r} ({expected}): the file is incomplete.")
         shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return ModelFormatError(
-            f"GGUF metadata {self.name(key)!r} is {shown}, expected {expected}."
-        )
+        return ModelFormatError(f"GGUF metadata {self.name(key)!r} is {shown}, expected {expected}.")
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.get(key)
@@ -128,13 +124,9 @@ def config_from_gguf(
     """
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
-        raise ModelFormatError(
-            "GGUF metadata lacks the text 'general.architecture': this is not a model file."
-        )
+        raise ModelFormatError("GGUF metadata lacks the text 'general.architecture': this is not a model file.")
     if name not in _STYLES:
-        raise UnsupportedModelError(
-            f"architecture {name!r} is not supported; supported: {', '.join(sorted(_STYLES))}."
-        )
+        raise UnsupportedModelError(f"architecture {name!r} is not supported; supported: {', '.join(sorted(_STYLES))}.")
     architecture, style = _STYLES[name]
     keys = _Keys(metadata, name)
     _refuse_unsupported(keys)
@@ -218,8 +210,7 @@ def _vocab_size(keys: _Keys, shapes: Shapes) -> int:
     shape = shapes.get("token_embd.weight")
     if shape is None or len(shape) != 2:
         raise ModelFormatError(
-            "the GGUF file lacks the tensor 'token_embd.weight' with two dimensions: it is "
-            "incomplete."
+            "the GGUF file lacks the tensor 'token_embd.weight' with two dimensions: it is incomplete."
         )
     rows = shape[0]
     claims = {keys.name("vocab_size"): keys.get("vocab_size")}
@@ -229,8 +220,7 @@ def _vocab_size(keys: _Keys, shapes: Shapes) -> int:
     for key, claim in claims.items():
         if claim is not None and claim != rows:
             raise ModelFormatError(
-                f"GGUF metadata {key!r} means {claim!r} tokens, but 'token_embd.weight' has "
-                f"{rows} rows."
+                f"GGUF metadata {key!r} means {claim!r} tokens, but 'token_embd.weight' has {rows} rows."
             )
     return rows
 

@@ -108,9 +108,7 @@ class _Keys:
     def fail(self, key: str, expected: str) -> ModelFormatError:
         value = self.get(key)
         if value is None:
-            return ModelFormatError(
-                f"{self.where} lacks {key!r} ({expected}): the file is incomplete."
-            )
+            return ModelFormatError(f"{self.where} lacks {key!r} ({expected}): the file is incomplete.")
         shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         return ModelFormatError(f"{self.where} {key!r} is {shown}, expected {expected}.")
@@ -169,9 +167,7 @@ def config_from_hf(document: Mapping[str, Any]) -> ModelConfig:
     keys = _Keys(text, _DEFAULTS[architecture])
     for key, neutral in _NEUTRAL.items():
         if keys.get(key) not in neutral:
-            raise UnsupportedModelError(
-                f"config.json {key!r} is {keys.get(key)!r}: this feature is not supported."
-            )
+            raise UnsupportedModelError(f"config.json {key!r} is {keys.get(key)!r}: this feature is not supported.")
     gemma3 = architecture == "gemma3"
     n_layers = keys.integer("num_hidden_layers")
     check_layer_count(n_layers)
@@ -224,8 +220,7 @@ def _text_config(document: Mapping[str, Any]) -> tuple[Mapping[str, Any], Archit
         name = f"gemma3 with text model {inner_name}"
     if name not in _MODEL_TYPES:
         raise UnsupportedModelError(
-            f"model type {name!r} is not supported; supported: "
-            f"gemma3, {', '.join(sorted(_MODEL_TYPES))}."
+            f"model type {name!r} is not supported; supported: gemma3, {', '.join(sorted(_MODEL_TYPES))}."
         )
     return document, _MODEL_TYPES[name]
 
@@ -269,9 +264,7 @@ def _attention_bias(keys: _Keys, architecture: Architecture) -> bool:
     return False
 
 
-def _windows(
-    keys: _Keys, architecture: Architecture, n_layers: int
-) -> tuple[int | None, tuple[bool, ...]]:
+def _windows(keys: _Keys, architecture: Architecture, n_layers: int) -> tuple[int | None, tuple[bool, ...]]:
     kinds = keys.get("layer_types")
     layers: tuple[bool, ...] = (False,) * n_layers
     if kinds is not None:
@@ -289,9 +282,7 @@ def _windows(
     if architecture == "gemma3":
         return keys.integer("sliding_window"), layers
     if any(layers):
-        raise UnsupportedModelError(
-            f"a sliding window ('layer_types') is not supported in {architecture} models."
-        )
+        raise UnsupportedModelError(f"a sliding window ('layer_types') is not supported in {architecture} models.")
     return None, layers
 
 
@@ -317,9 +308,7 @@ def _ropes(
     )
 
 
-def _rope(
-    table: Mapping[str, Any], keys: _Keys, head_dim: int, context: int, theta: float
-) -> RopeConfig:
+def _rope(table: Mapping[str, Any], keys: _Keys, head_dim: int, context: int, theta: float) -> RopeConfig:
     inner = _Keys(table, {}, "config.json rope parameters")
     share = inner.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
     if not 0 < share <= 1:
@@ -348,9 +337,7 @@ def _scaling(table: _Keys, context: int) -> RopeScaling | None:
         )
     if kind == "yarn":
         return _yarn(table, context)
-    raise UnsupportedModelError(
-        f"rope scaling {kind!r} is not supported; supported: default, linear, llama3, yarn."
-    )
+    raise UnsupportedModelError(f"rope scaling {kind!r} is not supported; supported: default, linear, llama3, yarn.")
 
 
 def _yarn(table: _Keys, context: int) -> YarnScaling:

@@ -123,8 +123,7 @@ class SafetensorsFile:
         info = self.tensors[name]
         if info.dtype not in _TYPES:
             raise UnsupportedModelError(
-                f"tensor {name!r} of {self.path.name} has type {info.dtype}; supported: F32, F16, "
-                "BF16."
+                f"tensor {name!r} of {self.path.name} has type {info.dtype}; supported: F32, F16, BF16."
             )
         return TensorData(name, _TYPES[info.dtype], info.shape, self._data[info.start : info.stop])
 
@@ -161,17 +160,13 @@ class SafetensorsFolder:
         files = {}
         for name in names:
             if not (folder / name).is_file():
-                raise ModelFormatError(
-                    f"{INDEX_NAME} names {name}, which is not in {folder.name}: download it."
-                )
+                raise ModelFormatError(f"{INDEX_NAME} names {name}, which is not in {folder.name}: download it.")
             files[name] = SafetensorsFile.open(folder / name)
         if not index.is_file():
             where = dict.fromkeys(files[SINGLE_NAME].tensors, SINGLE_NAME)
         for tensor, name in where.items():
             if tensor not in files[name].tensors:
-                raise ModelFormatError(
-                    f"{INDEX_NAME} places {tensor!r} in {name}, which lacks it. {_DAMAGED}"
-                )
+                raise ModelFormatError(f"{INDEX_NAME} places {tensor!r} in {name}, which lacks it. {_DAMAGED}")
         return cls(files, where)
 
     @property
@@ -258,15 +253,12 @@ def _info(path: Path, name: str, entry: Any, data_start: int) -> SafetensorsInfo
     if stop - start != nbytes:
         _fail(
             path,
-            f"tensor {name!r} of shape {list(shape)} and type {dtype} has {stop - start} bytes, "
-            f"expected {nbytes}",
+            f"tensor {name!r} of shape {list(shape)} and type {dtype} has {stop - start} bytes, expected {nbytes}",
         )
     return SafetensorsInfo(name, dtype, shape, data_start + start, data_start + stop)
 
 
-def _check_layout(
-    path: Path, tensors: Mapping[str, SafetensorsInfo], start: int, size: int
-) -> None:
+def _check_layout(path: Path, tensors: Mapping[str, SafetensorsInfo], start: int, size: int) -> None:
     """The format wants the ranges to cover the data exactly, without gap or overlap."""
     at = start
     for info in sorted(tensors.values(), key=lambda info: (info.start, info.stop)):

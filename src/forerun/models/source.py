@@ -58,9 +58,7 @@ _HF_LAYER_GEMMA3: Final = {
 }
 _HF_PREFIXES: Final = ("model.", "language_model.model.", "model.language_model.", "")
 _HF_HEADS: Final = ("lm_head.weight", "language_model.lm_head.weight")
-_HF_UNREAD: Final = re.compile(
-    r"(model\.)?(vision_tower|multi_modal_projector)\..*|.*rotary_emb\.inv_freq"
-)
+_HF_UNREAD: Final = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*|.*rotary_emb\.inv_freq")
 
 
 class _Found(NamedTuple):
@@ -149,13 +147,10 @@ def open_model(path: Path) -> ModelSource:
         return _FolderSource.open(path)
     if not path.exists():
         raise ModelNotFoundError(
-            f"there is no file or folder {path}: give a .gguf file, a model folder or a catalog "
-            "name."
+            f"there is no file or folder {path}: give a .gguf file, a model folder or a catalog name."
         )
     if path.suffix == ".safetensors":
-        raise ModelFormatError(
-            f"{path.name} holds weights only: give the folder that has config.json beside it."
-        )
+        raise ModelFormatError(f"{path.name} holds weights only: give the folder that has config.json beside it.")
     return _GGUFSource.open(path)
 
 
@@ -172,9 +167,7 @@ class _GGUFSource(ModelSource):
         try:
             shapes = {name: info.shape for name, info in file.tensors.items()}
             config = config_from_gguf(file.metadata, shapes, _rope_factors(file))
-            found = {
-                name: _Found(name, info.shape, info.type) for name, info in file.tensors.items()
-            }
+            found = {name: _Found(name, info.shape, info.type) for name, info in file.tensors.items()}
             _check_tensors(config, found)
             _refuse_extra(found, {*expected_tensors(config), _ROPE_FREQS})
             return cls(file, config)
@@ -208,8 +201,7 @@ class _GGUFSource(ModelSource):
             return ""
         if not isinstance(index, int) or not 0 <= index < len(tokens):
             raise ModelFormatError(
-                f"GGUF metadata 'tokenizer.ggml.{role}_token_id' is {index}, expected an id below "
-                f"{len(tokens)}."
+                f"GGUF metadata 'tokenizer.ggml.{role}_token_id' is {index}, expected an id below {len(tokens)}."
             )
         return str(tokens[index])
 
@@ -220,9 +212,7 @@ class _GGUFSource(ModelSource):
 class _FolderSource(ModelSource):
     """A Hugging Face folder, its tensors renamed and Gemma's norms shifted to GGUF's convention."""
 
-    def __init__(
-        self, path: Path, config: ModelConfig, weights: SafetensorsFolder, names: Mapping[str, str]
-    ) -> None:
+    def __init__(self, path: Path, config: ModelConfig, weights: SafetensorsFolder, names: Mapping[str, str]) -> None:
         super().__init__(path, config)
         self._weights = weights
         self._hf_names = names
@@ -279,9 +269,7 @@ class _FolderSource(ModelSource):
             return None
         if not isinstance(template, str):
             raise ModelFormatError("tokenizer_config.json 'chat_template' is not a text.")
-        return ChatTemplate(
-            template, _special(settings.get("bos_token")), _special(settings.get("eos_token"))
-        )
+        return ChatTemplate(template, _special(settings.get("bos_token")), _special(settings.get("eos_token")))
 
     def close(self) -> None:
         self._weights.close()
@@ -293,8 +281,7 @@ def _rope_factors(file: GGUFFile) -> list[float] | None:
     tensor = file.tensor(_ROPE_FREQS)
     if tensor.type not in _FLOATS or len(tensor.shape) != 1:
         raise ModelFormatError(
-            f"{_ROPE_FREQS} has type {tensor.type.name} and shape {tensor.shape}, expected a "
-            "vector of floats."
+            f"{_ROPE_FREQS} has type {tensor.type.name} and shape {tensor.shape}, expected a vector of floats."
         )
     return [float(factor) for factor in _float32(tensor)]
 
@@ -313,9 +300,7 @@ def _hf_names(config: ModelConfig, tensors: Iterable[str]) -> dict[str, str]:
     present = set(tensors)
     top = [prefix for prefix in _HF_PREFIXES if f"{prefix}embed_tokens.weight" in present]
     if not top:
-        raise ModelFormatError(
-            "the folder's weights lack 'model.embed_tokens.weight': download them again."
-        )
+        raise ModelFormatError("the folder's weights lack 'model.embed_tokens.weight': download them again.")
     layer_names = _HF_LAYER_GEMMA3 if config.architecture == "gemma3" else _HF_LAYER
     heads = [head for head in _HF_HEADS if head in present] or [_HF_HEADS[0]]
     names: dict[str, str] = {}
@@ -351,8 +336,7 @@ def _check_tensors(config: ModelConfig, found: Mapping[str, _Found]) -> None:
             )
         if tensor.type is None or (len(shape) == 1 and tensor.type not in _FLOATS):
             raise UnsupportedModelError(
-                f"tensor {tensor.name!r} has a type that is not supported there; supported: F32, "
-                "F16, BF16."
+                f"tensor {tensor.name!r} has a type that is not supported there; supported: F32, F16, BF16."
             )
 
 

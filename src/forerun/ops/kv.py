@@ -14,9 +14,7 @@ class KvCache:
 
     def __init__(self, *, layers: int, blocks: int, n_kv_heads: int, head_dim: int) -> None:
         if min(layers, blocks, n_kv_heads) < 1 or head_dim < 16 or head_dim % 16:
-            raise ValueError(
-                f"KV cache of {layers} layers, {blocks} blocks, {n_kv_heads} heads x {head_dim}"
-            )
+            raise ValueError(f"KV cache of {layers} layers, {blocks} blocks, {n_kv_heads} heads x {head_dim}")
         self.native = _native.KvCache(layers, blocks, n_kv_heads, head_dim)
         self.blocks = blocks
 
@@ -29,8 +27,6 @@ class KvCache:
         """Copies one block in every layer (copy-on-write)."""
         self.native.copy_block(source, target)
 
-    def move_slot(
-        self, source_block: int, source_slot: int, target_block: int, target_slot: int
-    ) -> None:
+    def move_slot(self, source_block: int, source_slot: int, target_block: int, target_slot: int) -> None:
         """Copies one token's keys and values in every layer (an accepted tree path moving into place)."""
         self.native.move_slot(source_block, source_slot, target_block, target_slot)

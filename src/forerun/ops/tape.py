@@ -68,7 +68,7 @@ class RopeTable(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """A step's tokens, all arrays C-contiguous. T query tokens in R rows; row r owns tokens row_start[r]..row_start[r+1].
+    """A step's tokens, all arrays C-contiguous. T query tokens in R rows; row r owns row_start[r]..row_start[r+1].
 
     A query sees the row's `cached` keys, then the row's tokens of this step up to itself; in a tree row (at most 64
     tokens) only those whose bit is set in its `ancestors` mask, its own included.
@@ -116,9 +116,7 @@ class Tape:
         """A new buffer; `width` must be a multiple of 16."""
         return Buffer(self.native.buffer(width, outputs), width, outputs)
 
-    def weight(
-        self, tensor_type: GGMLType, n: int, k: int, packed: npt.NDArray[np.uint8]
-    ) -> Weight:
+    def weight(self, tensor_type: GGMLType, n: int, k: int, packed: npt.NDArray[np.uint8]) -> Weight:
         """Registers a packed matrix; the array is kept alive and not copied."""
         return Weight(self.native.weight(int(tensor_type), n, k, packed), n, k, tensor_type)
 
@@ -149,9 +147,7 @@ class Tape:
             [(p.weight.id, p.out.id, p.bias.id if p.bias else -1, p.accumulate) for p in products],
         )
 
-    def rope_table(
-        self, cos: npt.NDArray[np.float32], sin: npt.NDArray[np.float32], *, interleaved: bool
-    ) -> RopeTable:
+    def rope_table(self, cos: npt.NDArray[np.float32], sin: npt.NDArray[np.float32], *, interleaved: bool) -> RopeTable:
         """Registers cos and sin, float32[positions, dims/2]."""
         positions, half = cos.shape
         return RopeTable(self.vector(cos), self.vector(sin), positions, 2 * half, interleaved)

@@ -15,7 +15,7 @@ def packed_bytes(tensor_type: GGMLType, n: int, k: int) -> int:
 
 
 def pack(tensor: TensorData, out: npt.NDArray[np.uint8], threads: int) -> None:
-    """Packs a matrix (N outputs, K inputs) into `out`, uint8[packed_bytes]: tiles of 16 outputs, see csrc/repack.cpp."""
+    """Packs a matrix (N outputs, K inputs) into `out`, uint8[packed_bytes]: tiles of 16 outputs (csrc/repack.cpp)."""
     n, k = tensor.shape
     _native.pack(int(tensor.type), tensor.data, n, k, out, threads)
 

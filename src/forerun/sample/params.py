@@ -75,8 +75,7 @@ class SamplingParams:
         store("min_tokens", _integer("min_tokens", self.min_tokens, 0, _INT32_MAX))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
-                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; "
-                "expected min_tokens <= max_tokens"
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; expected min_tokens <= max_tokens"
             )
         store("stop", _stop_strings(self.stop))
         store("stop_token_ids", _stop_token_ids(self.stop_token_ids))
@@ -129,9 +128,7 @@ def _integer(field: str, value: object, low: int, high: int, note: str = "") -> 
 
 
 def _real(field: str, value: object, expected: str) -> float:
-    if isinstance(value, bool | np.bool_) or not isinstance(
-        value, int | float | np.integer | np.floating
-    ):
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise _refuse(field, value, expected)
     try:
         return float(value)
@@ -170,9 +167,7 @@ def _stop_strings(value: object) -> tuple[str, ...]:
         raise _refuse("stop", value, expected)
     strings = tuple(value)
     if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(
-            f"stop has {len(strings)} strings; expected at most {MAX_STOP_STRINGS}"
-        )
+        raise InvalidRequestError(f"stop has {len(strings)} strings; expected at most {MAX_STOP_STRINGS}")
     for string in strings:
         if not isinstance(string, str):
             raise _refuse("stop", string, expected)
@@ -189,8 +184,6 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
         raise _refuse("stop_token_ids", value, expected)
     entries = tuple(value)
     if len(entries) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequestError(
-            f"stop_token_ids has {len(entries)} ids; expected at most {MAX_STOP_TOKEN_IDS}"
-        )
+        raise InvalidRequestError(f"stop_token_ids has {len(entries)} ids; expected at most {MAX_STOP_TOKEN_IDS}")
     ids = (_integer("stop_token_ids", entry, 0, _INT32_MAX) for entry in entries)
     return tuple(dict.fromkeys(ids))

@@ -127,9 +127,7 @@ def keep_min_p(kept: Bools, z: Float32s, min_p: np.float32) -> Bools:
     return kept & (exp32(z) >= min_p)
 
 
-def survivors(
-    logits: Float32s, z: Float32s, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> Bools:
+def survivors(logits: Float32s, z: Float32s, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Bools:
     """Which tokens can be drawn from logits float32[V] that `scale` made z of: bool[V]."""
     kept = np.ones(logits.shape, dtype=np.bool_)
     order = token_order(logits)

@@ -55,16 +55,12 @@ class Recorder:
         rope = self.config.rope_of(layer)
         if rope not in self._ropes:
             table = rope_table(rope, self._positions)
-            self._ropes[rope] = self.tape.rope_table(
-                table.cos, table.sin, interleaved=rope.style == "interleaved"
-            )
+            self._ropes[rope] = self.tape.rope_table(table.cos, table.sin, interleaved=rope.style == "interleaved")
         return self._ropes[rope]
 
     def embed(self) -> Buffer:
         """x = the tokens' embeddings."""
-        return self.tape.embed(
-            self._source.tensor("token_embd.weight"), self.x, self.config.embedding_scale
-        )
+        return self.tape.embed(self._source.tensor("token_embd.weight"), self.x, self.config.embedding_scale)
 
     def norm(self, x: Buffer, name: str, out: Buffer) -> Buffer:
         """out = RMS norm of x."""
@@ -85,9 +81,7 @@ class Recorder:
                 for n, out in targets
             ],
         )
-        norms = (
-            [self.vector(f"{at}{n}_norm.weight") for n in ("q", "k")] if c.qk_norm else [None, None]
-        )
+        norms = [self.vector(f"{at}{n}_norm.weight") for n in ("q", "k")] if c.qk_norm else [None, None]
         t.rope_store(
             self.q,
             self.k,
