@@ -338,6 +338,20 @@ void pointwise(Check& check, Random& r, int effort) {
           [&](const KernelTable& t, Array<float>& o) { t.glu(a.data(), b.data(), n, true, o.data()); }, y);
     check("add", inputs, [&](const KernelTable& t, Array<float>& o) { t.add(o.data(), b.data(), n); }, a);
   }
+  for (int i = 0; i < 60 * effort; i++) {
+    constexpr int vectors = 64;
+    Array<float> y = floats(r, vectors * kTile, Floats::plain), best(vectors);
+    for (int v = 0; v < vectors; v++) {
+      float* scores = y.data() + v * kTile;
+      if (r.one_in(3)) scores[r.below(kTile)] = one_float(r, Floats::extreme);
+      const float top = *std::max_element(scores, scores + kTile);
+      const float bests[] = {top, std::nextafter(top, -kInf), std::nextafter(top, kInf), -top, 0.f, -kInf, kInf};
+      best[size_t(v)] = r.among(bests);
+    }
+    check("beats", "a best score around the largest of 16", [&](const KernelTable& t, Array<int8_t>& answers) {
+      for (int v = 0; v < vectors; v++) answers[size_t(v)] = t.beats(y.data() + v * kTile, best[size_t(v)]);
+    }, Array<int8_t>(vectors));
+  }
   // exp() on a grid that is finer than its rounding steps, through the gate.
   Array<float> gate(1 << 14), up(1 << 14);
   for (size_t i = 0; i < gate.size(); i++) gate[i] = float(int(i) - (1 << 13)) * (100.f / (1 << 13));

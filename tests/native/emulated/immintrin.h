@@ -11,6 +11,9 @@
 
 #define _MM_FROUND_TO_NEAREST_INT 0
 #define _MM_FROUND_NO_EXC 8
+#define _CMP_NLE_UQ 0x16
+
+using __mmask16 = uint16_t;
 
 namespace {
 
@@ -84,9 +87,14 @@ inline uint32_t dpbusd_quad(uint32_t sum, const uint8_t* a, const int8_t* b) {
 inline uint8_t saturate_u8(int16_t x) { return uint8_t(std::clamp<int>(x, 0, 255)); }
 inline uint16_t saturate_u16(int32_t x) { return uint16_t(std::clamp(x, 0, 65535)); }
 
-// The kernels name one rounding only, the one that is written out above.
+// The kernels name one rounding only, the one that is written out above, and one comparison.
 inline void expect_nearest(int mode) {
   if (mode != (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)) std::abort();
+}
+
+inline bool compare(float a, float b, int predicate) {
+  if (predicate != _CMP_NLE_UQ) std::abort();
+  return !(a <= b);
 }
 
 template <class To, class From>
@@ -148,6 +156,8 @@ EACH(__m256i, _mm512_cvtps_ph, (__m512 a, int mode), u16, (expect_nearest(mode),
 EACH(__m256, _mm256_round_ps, (__m256 a, int mode), f32, (expect_nearest(mode), std::nearbyint(a.f32[i])))
 EACH(__m512, _mm512_roundscale_ps, (__m512 a, int mode), f32, (expect_nearest(mode), std::nearbyint(a.f32[i])))
 EACH(__m256, _mm256_and_ps, (__m256 a, __m256 b), u32, a.u32[i] & b.u32[i])
+EACH(__m256, _mm256_or_ps, (__m256 a, __m256 b), u32, a.u32[i] | b.u32[i])
+EACH(__m256, _mm256_cmp_ps, (__m256 a, __m256 b, int predicate), u32, compare(a.f32[i], b.f32[i], predicate) ? ~0u : 0u)
 EACH(__m512, _mm512_abs_ps, (__m512 a), u32, a.u32[i] & 0x7fffffffu)
 
 INT2(add_epi16, u16, uint16_t(a.u16[i] + b.u16[i]))
@@ -194,6 +204,16 @@ EACH(__m512i, _mm512_dpbusd_epi32, (__m512i sum, __m512i a, __m512i b), u32,
 WHOLE(256)
 WHOLE(512)
 inline __m128i _mm256_castsi256_si128(__m256i a) { return reinterpret<__m128i>(a); }
+inline int _mm256_movemask_ps(__m256 a) {
+  int mask = 0;
+  for (int i = 0; i < 8; i++) mask |= int(a.u32[i] >> 31) << i;
+  return mask;
+}
+inline __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int predicate) {
+  int mask = 0;
+  for (int i = 0; i < 16; i++) mask |= int(compare(a.f32[i], b.f32[i], predicate)) << i;
+  return __mmask16(mask);
+}
 inline __m128i _mm_loadu_si128(const void* p) { return load_bytes<__m128i>(p); }
 inline void _mm_storeu_si128(void* p, __m128i a) { std::memcpy(p, &a, sizeof(a)); }
 
