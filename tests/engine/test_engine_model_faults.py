@@ -24,7 +24,7 @@ import pytest
 from forerun import Engine, SamplingParams
 from forerun.errors import CacheError, ForerunError, ModelFormatError, NumericalError, UnsupportedModelError
 from forerun.models import packed
-from forerun.models.types import GGMLType
+from forerun.ops.types import GGMLType
 from reference import tiny
 from reference.gguf_writer import write_gguf
 from reference.quant import make_tensor

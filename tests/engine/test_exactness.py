@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forerun import Engine, RequestOutput, SamplingParams
-from forerun.models.types import GGMLType
+from forerun.ops.types import GGMLType
 from reference.tiny import ARCHITECTURES, VOCAB_SIZE, TinySpec, write_tiny_gguf
 
 MIXED = {

@@ -25,7 +25,7 @@ from forerun.errors import (
     UnsupportedModelError,
 )
 from forerun.models.gguf import GGUFFile
-from forerun.models.types import GGMLType, TensorData, row_bytes
+from forerun.ops.types import GGMLType, TensorData, row_bytes
 from reference.dequant import dequantize
 from reference.gguf_writer import (
     Typed,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import ModelFormatError
-from forerun.models.types import GGMLType, row_bytes, unsupported_type_name
+from forerun.ops.types import GGMLType, row_bytes, unsupported_type_name
 from reference.dequant import dequantize
 from reference.quant import make_tensor, quantize, random_blocks
 

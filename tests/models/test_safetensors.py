@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from forerun.errors import CacheError, ForerunError, ModelFormatError, UnsupportedModelError
 from forerun.models.safetensors import SafetensorsFile, SafetensorsFolder, read_json_object
-from forerun.models.types import GGMLType, TensorData
+from forerun.ops.types import GGMLType, TensorData
 from reference.dequant import dequantize
 from reference.quant import make_tensor
 from reference.tiny import safetensors_bytes

@@ -14,7 +14,7 @@ import pytest
 from forerun.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from forerun.models.config import expected_tensors
 from forerun.models.source import open_model
-from forerun.models.types import GGMLType, TensorData
+from forerun.ops.types import GGMLType, TensorData
 from reference.forward import dequantised, forward
 from reference.gguf_writer import write_gguf
 from reference.quant import make_tensor

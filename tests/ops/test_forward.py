@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from forerun.engine.executor import Executor
 from forerun.models.config import Architecture
 from forerun.models.source import ModelSource, open_model
-from forerun.models.types import GGMLType
 from forerun.ops import StepInput
+from forerun.ops.types import GGMLType
 from reference.activations import engine_hook
 from reference.forward import dequantised, forward, tree_after
 from reference.sets import SETS

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun import ops
-from forerun.models.types import GGMLType, TensorData
 from forerun.ops.tape import Into, StepInput, Tape
+from forerun.ops.types import GGMLType, TensorData
 from reference.activations import block_of, quantised
 from reference.dequant import dequantize
 from reference.quant import random_blocks

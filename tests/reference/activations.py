@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.models.source import ModelSource
-from forerun.models.types import GGMLType
+from forerun.ops.types import GGMLType
 
 Array = npt.NDArray[np.floating[Any]]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from forerun.models.types import GGMLType, row_bytes
+from forerun.ops.types import GGMLType, row_bytes
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

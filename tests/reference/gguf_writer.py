@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forerun.models.types import TensorData
+from forerun.ops.types import TensorData
 
 
 class ValueType(IntEnum):

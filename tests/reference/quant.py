@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from forerun.models.types import GGMLType, TensorData, row_bytes
+from forerun.ops.types import GGMLType, TensorData, row_bytes
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.models.config import Architecture, ModelConfig, RopeConfig, expected_tensors
-from forerun.models.types import GGMLType, TensorData
+from forerun.ops.types import GGMLType, TensorData
 from reference.gguf_writer import write_gguf
 from reference.quant import make_tensor, quantize
 

@@ -32,7 +32,7 @@ from forerun.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from forerun.models.types import GGMLType, TensorData, row_bytes, unsupported_type_name
+from forerun.ops.types import GGMLType, TensorData, row_bytes, unsupported_type_name
 
 MetadataValue: TypeAlias = "str | int | float | bool | list[str] | list[MetadataValue] | npt.NDArray[np.generic]"
 

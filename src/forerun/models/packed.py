@@ -28,7 +28,7 @@ from forerun import ops
 from forerun.errors import CacheError
 from forerun.models.partial import sync_directory
 from forerun.models.source import ModelSource
-from forerun.models.types import GGMLType
+from forerun.ops.types import GGMLType
 
 LAYOUT = 1
 """Changes whenever csrc/repack.hpp lays tensors out differently."""

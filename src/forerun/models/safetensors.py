@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.errors import CacheError, ModelFormatError, UnsupportedModelError
-from forerun.models.types import GGMLType, TensorData
+from forerun.ops.types import GGMLType, TensorData
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"

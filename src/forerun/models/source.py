@@ -22,7 +22,7 @@ from forerun.models.gguf import GGUFFile
 from forerun.models.gguf_config import config_from_gguf
 from forerun.models.hf_config import config_from_hf
 from forerun.models.safetensors import SafetensorsFolder, read_json_object
-from forerun.models.types import GGMLType, TensorData
+from forerun.ops.types import GGMLType, TensorData
 
 if TYPE_CHECKING:
     from forerun.models.chat import ChatTemplate

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun import _native
-from forerun.models.types import GGMLType, TensorData
 from forerun.ops.kv import KvCache
 from forerun.ops.settings import instruction_set, resolve_threads
+from forerun.ops.types import GGMLType, TensorData
 
 KINDS = ("embed", "norm", "linear", "rope", "attention", "glu", "add", "gather", "head", "quantize")
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun import _native
-from forerun.models.types import GGMLType, TensorData, row_bytes
+from forerun.ops.types import GGMLType, TensorData, row_bytes
 
 
 def packed_bytes(tensor_type: GGMLType, n: int, k: int) -> int:
