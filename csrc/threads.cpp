@@ -18,7 +18,7 @@ namespace forerun {
 
 void Team::wait_past(uint32_t phase) {
   for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-    if (spins < 20000) cpu_relax();
+    if (spins < patience_) cpu_relax();
     else sched_yield();
   }
 }
@@ -29,7 +29,9 @@ class Pool {
  public:
   void run(int threads, const std::function<void(int, Team&)>& job) {
     std::lock_guard<std::mutex> turn(turn_);
-    Team team(threads);
+    // Tens of microseconds where each member can have a core; none at all where members must share them.
+    const int patience = threads <= cores_ ? 1000 : 0;
+    Team team(threads, patience);
     if (threads > 1) {
       grow(threads - 1);
       job_ = &job;
@@ -45,7 +47,7 @@ class Pool {
     job(0, team);
     if (threads > 1) {
       for (int spins = 0; running_.load(std::memory_order_acquire) != 0; spins++) {
-        if (spins < 20000) cpu_relax();
+        if (spins < patience) cpu_relax();
         else sched_yield();
       }
     }
@@ -87,6 +89,7 @@ class Pool {
     }
   }
 
+  const int cores_ = physical_cores();
   std::mutex turn_, sleep_;
   std::condition_variable wake_;
   std::atomic<uint64_t> signal_{0};  // generation << 16 | members of its team

@@ -18,10 +18,11 @@ inline void cpu_relax() {
 // What a running job sees of its team.
 class Team {
  public:
-  Team(int size) : size_(size) {}
+  // `patience`: looks at the other members before a waiting one lets other threads run.
+  Team(int size, int patience) : size_(size), patience_(patience) {}
   int size() const { return size_; }
-  // All members arrive before any leaves. Spins, since the wait is microseconds; yields if it lasts (a member was
-  // descheduled).
+  // All members arrive before any leaves. Spins, since the wait is microseconds; yields if it lasts, because then a
+  // member has no core, and spinning would only keep it waiting.
   void barrier() {
     if (size_ == 1) return;
     const uint32_t phase = phase_.load(std::memory_order_acquire);
@@ -35,7 +36,7 @@ class Team {
 
  private:
   void wait_past(uint32_t phase);
-  const int size_;
+  const int size_, patience_;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> phase_{0};
 };

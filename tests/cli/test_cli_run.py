@@ -501,3 +501,26 @@ def test_help_says_how_prompts_are_read(capsys: pytest.CaptureFixture[str]) -> N
     assert code == 0
     assert "Standard input is read when it is a pipe or a file" in words
     assert "--raw continues it instead" in words
+
+
+def test_a_cache_that_takes_nothing_costs_time_not_the_answer(
+    capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    expected = call(capsys, "--max-tokens", "6", "-m", model, "hello")
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    code, out, errors = call(capsys, "--max-tokens", "6", "-m", model, "hello")
+    assert (code, out) == (0, expected[1])
+    assert "packing the weights in memory" in errors
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_output_that_cannot_be_written_is_one_line(model: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*FORERUN, "run", "--max-tokens", "4", "-m", model, "hi"],
+            stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "the output can't be written" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -55,6 +55,11 @@ def dispatch(arguments: Sequence[str]) -> int:
     except ForerunError as error:
         _complain(f"error: {error}")
         return _flushed(1)
+    except OSError as error:
+        # Everything expected is a ForerunError; what is left is a standard stream that can't take the output.
+        _silence_stdout()
+        _complain(f"error: the output can't be written: {error.strerror or error}")
+        return 1
     except _TyperError as error:
         text = getattr(error, "format_message", error.__str__)()
         _complain(f"error: {text} (forerun --help lists the commands and options)")

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from forerun.cli.models import pull_progress
-from forerun.errors import ForerunError, InvalidRequestError
+from forerun.errors import CacheError, ForerunError, InvalidRequestError
 from forerun.models.catalog import Catalog
 from forerun.models.download import resolve
 from forerun.sample.params import SamplingParams
@@ -113,7 +113,12 @@ def _run(
 
     from forerun.engine.engine import Engine
 
-    engine = Engine(path, kv_tokens=kv_tokens, threads=threads)
+    try:
+        engine = Engine(path, kv_tokens=kv_tokens, threads=threads)
+    except CacheError as error:
+        # The cache only saves time: an answer doesn't wait for a writable disk.
+        typer.echo(f"forerun: {error.args[0]}\nforerun: packing the weights in memory instead", err=True)
+        engine = Engine(path, kv_tokens=kv_tokens, threads=threads, cache_weights=False)
     ids = _prompt_ids(engine, name, text, system=system, raw=raw)
     output, interrupted = _answer(engine, ids, params, silent=as_json)
     if as_json:

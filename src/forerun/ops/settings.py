@@ -23,7 +23,8 @@ def instruction_set() -> str:
         return _native.instruction_set(forced)
     except ValueError as error:
         raise ConfigurationError(
-            f"FORERUN_ISA={forced!r}: {error}; use one of {', '.join(INSTRUCTION_SETS)}, or unset it"
+            f"FORERUN_ISA={forced!r}: {error}; use one of {', '.join(INSTRUCTION_SETS)} that this CPU supports, "
+            "or unset it"
         ) from None
 
 
