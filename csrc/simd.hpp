@@ -72,7 +72,6 @@ struct I {
   // Signed 8-bit weights: stored with the sign bit flipped by the caller, corrected by 128 * sum(x).
   static constexpr bool kSigned8ByOffset = true;
   static B dot_s8(B acc, B w, B x) { return _mm512_dpbusd_epi32(acc, _mm512_xor_si512(w, set1(0x80)), x); }
-  static __m512 to_float(B a) { return _mm512_cvtepi32_ps(a); }
 };
 struct FL {  // L floats
   __m512 v;
