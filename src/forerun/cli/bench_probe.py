@@ -54,17 +54,7 @@ class ForwardProbe:
         return time.perf_counter() - began
 
     def _step(self, start: int, count: int, outputs: int) -> StepInput:
-        return StepInput(
-            tokens=self._tokens[start : start + count],
-            positions=np.arange(start, start + count, dtype=np.int32),
-            row_start=np.array([0, count], dtype=np.int32),
-            cached=np.array([start], dtype=np.int32),
-            is_tree=np.zeros(1, dtype=np.uint8),
-            ancestors=np.zeros(count, dtype=np.uint64),
-            tables=np.array([self._table.blocks], dtype=np.int32),
-            table_row=np.zeros(1, dtype=np.int32),
-            output=np.arange(outputs, dtype=np.int32),
-        )
+        return StepInput.chain(self._tokens[start : start + count], start, self._table.blocks, outputs)
 
     def __enter__(self) -> Self:
         return self

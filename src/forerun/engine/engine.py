@@ -290,21 +290,10 @@ class Engine:
                     f"{len(ids)} tokens to score, but KV for only {table.room(len(ids))} is free; raise kv_tokens "
                     f"(now {self.pool.capacity_tokens}), or wait for running requests"
                 ) from None
-            blocks = np.array([table.blocks], dtype=np.int32)
             for start in range(0, len(ids), _SCORE_CHUNK):
                 tokens = np.array(ids[start : start + _SCORE_CHUNK], dtype=np.int32)
                 n = len(tokens)
-                step = StepInput(
-                    tokens=tokens,
-                    positions=np.arange(start, start + n, dtype=np.int32),
-                    row_start=np.array([0, n], dtype=np.int32),
-                    cached=np.array([start], dtype=np.int32),
-                    is_tree=np.zeros(1, dtype=np.uint8),
-                    ancestors=np.zeros(n, dtype=np.uint64),
-                    tables=blocks,
-                    table_row=np.zeros(1, dtype=np.int32),
-                    output=np.arange(n, dtype=np.int32),
-                )
+                step = StepInput.chain(tokens, start, table.blocks, n)
                 logits = self.executor.forward(step, n, self._argmax[:n])
                 best = self.sampler.top_logprobs(logits, top, tokens)
                 broken = np.flatnonzero(best.ids[:, 0] < 0)

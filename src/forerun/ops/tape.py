@@ -84,6 +84,22 @@ class StepInput(NamedTuple):
     table_row: npt.NDArray[np.int32]  # [R] each row's place in tables
     output: npt.NDArray[np.int32]  # [O] tokens whose next-token distribution is wanted
 
+    @classmethod
+    def chain(cls, tokens: npt.NDArray[np.int32], start: int, blocks: Sequence[int], outputs: int) -> StepInput:
+        """One sequence's int32[T] tokens after `start` cached ones; the first `outputs` of them are scored."""
+        count = len(tokens)
+        return cls(
+            tokens=tokens,
+            positions=np.arange(start, start + count, dtype=np.int32),
+            row_start=np.array([0, count], dtype=np.int32),
+            cached=np.array([start], dtype=np.int32),
+            is_tree=np.zeros(1, dtype=np.uint8),
+            ancestors=np.zeros(count, dtype=np.uint64),
+            tables=np.array([blocks], dtype=np.int32),
+            table_row=np.zeros(1, dtype=np.int32),
+            output=np.arange(outputs, dtype=np.int32),
+        )
+
 
 class Tape:
     """Records operations, then runs them. `max_tokens` and `max_outputs` bound a step.
