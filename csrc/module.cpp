@@ -15,7 +15,9 @@
 
 #include "repack.hpp"
 #include "sample.hpp"
+#include "suffix.hpp"
 #include "tape.hpp"
+#include "verify.hpp"
 
 namespace nb = nanobind;
 using namespace forerun;
@@ -88,6 +90,8 @@ NB_MODULE(_native, m) {
   m.doc() = "Native kernels of Forerun; use forerun.ops.";
 
   register_sample(m);
+  register_suffix(m);
+  register_verify(m);
   m.def("physical_cores", &physical_cores);
   m.def("instruction_set", [](const std::string& name) {
     const char* why = "";

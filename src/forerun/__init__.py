@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from forerun.engine.engine import Engine, RequestHandle, Scores
+    from forerun.engine.engine import Engine, Scores
+    from forerun.engine.loop import RequestHandle
     from forerun.engine.output import EngineStats, Piece, RequestOutput, RequestStats, TokenLogprob
     from forerun.errors import ForerunError
     from forerun.sample.params import SamplingParams
@@ -39,7 +40,8 @@ if not TYPE_CHECKING:
             "errors": ("ForerunError",),
             "sample.params": ("SamplingParams",),
             "engine.output": ("EngineStats", "Piece", "RequestOutput", "RequestStats", "TokenLogprob"),
-            "engine.engine": ("Engine", "RequestHandle", "Scores"),
+            "engine.engine": ("Engine", "Scores"),
+            "engine.loop": ("RequestHandle",),
         }
         home = next(module for module, names in homes.items() if name in names)
         return getattr(import_module(f"forerun.{home}"), name)

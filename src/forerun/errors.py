@@ -48,3 +48,11 @@ class ConfigurationError(ForerunError, ValueError):
 
 class NumericalError(ForerunError, ArithmeticError):
     """A model's scores are not numbers: damaged weights, or activations that overflow."""
+
+
+class DraftError(ForerunError, RuntimeError):
+    """A drafter raised, or proposed something that is no tree."""
+
+
+class DraftWarning(RuntimeWarning):
+    """A drafter failed and was turned off; answers go on without it."""

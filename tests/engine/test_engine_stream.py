@@ -183,14 +183,14 @@ def test_a_cancelled_request_keeps_what_it_had(engine: Engine, alone: Engine, st
     emptied(engine)
 
 
-@pytest.mark.parametrize("place", ["plan", "load", "forward", "choose"])
+@pytest.mark.parametrize("place", ["plan", "load", "forward", "sampled"])
 def test_cancelling_within_a_step_waits_for_its_end(
     engine: Engine, alone: Engine, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """A stream that the collector finds, or a signal's handler, may cancel in the midst of this thread's own step."""
     handles = [engine.submit(p, replace(FREE, logprobs=1)) for p in PROMPTS[:3]]
     engine.step()
-    owner: Any = {"plan": engine.scheduler, "load": engine.batch, "forward": engine.executor, "choose": engine.sampler}
+    owner: Any = {"plan": engine.scheduler, "load": engine.batch, "forward": engine.executor, "sampled": engine.chooser}
     run = getattr(owner[place], place)
 
     def cancelling(*args: Any) -> Any:
@@ -223,7 +223,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: typ
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("place", ["_admit", "load", "forward", "choose"])
+@pytest.mark.parametrize("place", ["_admit", "load", "forward", "sampled"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_step_that_is_interrupted_is_done_again(
     path: Path, alone: Engine, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], place: str, after: bool
@@ -232,7 +232,7 @@ def test_a_step_that_is_interrupted_is_done_again(
     for steps in (0, 1, 2, 7):
         engine = Engine(path, kv_tokens=160, max_rows=2, max_step_tokens=16, threads=1, cache_weights=False)
         owner = {
-            "_admit": engine.scheduler, "load": engine.batch, "forward": engine.executor, "choose": engine.sampler,
+            "_admit": engine.scheduler, "load": engine.batch, "forward": engine.executor, "sampled": engine.chooser,
         }[place]  # fmt: skip
         handles = [engine.submit(p, params) for p in PROMPTS]
         for _ in range(steps):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from forerun.engine.request import Request, StepPlan
+from forerun.draft.base import DraftTree
+from forerun.engine.request import Request, RowPlan
 from forerun.ops import StepInput
 
 
@@ -35,12 +38,14 @@ class StepBatch:
         if line is not None:
             self._free.append(line)
 
-    def load(self, plan: StepPlan, outputs: list[int]) -> StepInput:
-        """Fills the arrays for a plan; `outputs` are the plan's rows whose last token wants a next-token distribution,
-        in the order in which they are wanted. The views returned are valid until the next call.
+    def load(self, rows: Sequence[RowPlan], trees: Sequence[DraftTree], outputs: Sequence[int]) -> StepInput:
+        """Fills the arrays for planned rows with their drafts.
+
+        `outputs` are the rows whose next-token distributions are wanted, in order: after the row's last known token,
+        then after each node of its tree. The views returned are valid until the next call.
         """
         at = 0
-        for i, row in enumerate(plan.rows):
+        for i, row in enumerate(rows):
             request = row.request
             line = self._lines.get(request)
             if line is None:
@@ -60,18 +65,38 @@ class StepBatch:
                 self._tokens[at : at + row.count] = request.tokens[row.start : row.start + row.count]
                 self._positions[at : at + row.count] = self._counting[row.start : row.start + row.count]
             at += row.count
-        n = len(plan.rows)
-        self._row_start[n] = at
-        for i, index in enumerate(outputs):
-            self._output[i] = self._row_start[index + 1] - 1
+            tree = trees[i]
+            is_tree = 0
+            if tree:
+                n, position = len(tree), row.start + row.count
+                self._tokens[at : at + n] = tree.tokens
+                if tree.is_chain:
+                    self._positions[at : at + n] = self._counting[position : position + n]
+                else:
+                    # The root is the row's only known token: bit 0 of the masks.
+                    assert row.count == 1, "a tree follows a single known token"
+                    is_tree = 1
+                    self._ancestors[at - 1] = 1
+                    self._ancestors[at : at + n] = tree.ancestors()
+                    self._positions[at : at + n] = [position + depth for depth in tree.depths()]
+                at += n
+            self._is_tree[i] = is_tree
+        n_rows = len(rows)
+        self._row_start[n_rows] = at
+        n_outputs = 0
+        for index in outputs:
+            width = 1 + len(trees[index])
+            end = self._row_start[index + 1]
+            self._output[n_outputs : n_outputs + width] = self._counting[end - width : end]
+            n_outputs += width
         return StepInput(
             self._tokens[:at],
             self._positions[:at],
-            self._row_start[: n + 1],
-            self._cached[:n],
-            self._is_tree[:n],
+            self._row_start[: n_rows + 1],
+            self._cached[:n_rows],
+            self._is_tree[:n_rows],
             self._ancestors[:at],
             self._tables,
-            self._table_row[:n],
-            self._output[: len(outputs)],
+            self._table_row[:n_rows],
+            self._output[:n_outputs],
         )

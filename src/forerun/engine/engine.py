@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from forerun.draft.base import Drafter
+from forerun.draft.registry import DraftContext, make_drafter
 from forerun.engine.batch import StepBatch
 from forerun.engine.checks import (
     Message,
@@ -26,13 +26,16 @@ from forerun.engine.checks import (
     params_for_each,
     setting,
 )
+from forerun.engine.choose import Chooser
 from forerun.engine.executor import Executor
 from forerun.engine.live import LiveRequest
-from forerun.engine.output import EngineStats, Piece, RequestOutput, TokenLogprob
-from forerun.engine.request import FinishReason, Request, RowPlan
-from forerun.engine.sampler import Sampler
+from forerun.engine.loop import Loop, RequestHandle, not_numbers
+from forerun.engine.output import EngineStats, Piece, RequestOutput
+from forerun.engine.pace import FixedPace
+from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler
-from forerun.errors import CapacityError, ConfigurationError, ForerunError, InvalidRequestError, NumericalError
+from forerun.engine.speculate import MAX_DRAFT, Speculator
+from forerun.errors import CapacityError, ConfigurationError, InvalidRequestError, NumericalError
 from forerun.kv import BlockPool, BlockTable, PoolExhausted, PrefixCache
 from forerun.models.catalog import cache_dir
 from forerun.models.download import resolve
@@ -56,36 +59,6 @@ class Scores(NamedTuple):
     logprobs: npt.NDArray[np.float32]
 
 
-class RequestHandle:
-    """A submitted request. Iterate for its pieces, or ask for the `result`; both drive the engine as needed."""
-
-    def __init__(self, engine: Engine, live: LiveRequest) -> None:
-        self._engine = engine
-        self._live = live
-
-    @property
-    def request_id(self) -> str:
-        """The request's id."""
-        return self._live.request.request_id
-
-    def __iter__(self) -> Iterator[Piece]:
-        while True:
-            piece = self._engine._next_piece(self._live)
-            if piece is None:
-                return
-            yield piece
-
-    def result(self) -> RequestOutput:
-        """The finished output. Raises what ended the request, if it was an error."""
-        while not self._live.request.finished:
-            self._engine._advance(self._live)
-        return self._live.output()
-
-    def cancel(self) -> None:
-        """Ends the request now and frees its memory; other requests are not touched. A finished one stays as it is."""
-        self._engine._cancel(self._live)
-
-
 class Engine:
     """A model that answers requests together, in one batch that changes from step to step.
 
@@ -98,6 +71,9 @@ class Engine:
         max_step_tokens: query tokens of one step: prompts longer than this are computed in chunks.
         prefix_cache: keep the KV of finished requests for prompts that begin alike.
         cache_weights: keep packed weights on disk, so that the next start maps them.
+        draft: what proposes tokens ahead of the model: "suffix", "lookup", "model:NAME", "combined:NAME", "none", the
+            name of a registered drafter, or a `Drafter`.
+        draft_len: draft tokens per request and step; "auto" chooses them so that the expected speed is highest.
 
     Output is a function of the model, prompt, parameters and seed alone: not of the other requests, of chunking,
     preemption or cached prefixes. Methods may be called from several threads; steps run one at a time.
@@ -117,6 +93,8 @@ class Engine:
         max_step_tokens: int = 512,
         prefix_cache: bool = True,
         cache_weights: bool = True,
+        draft: str | Drafter = "none",
+        draft_len: int | Literal["auto"] = "auto",
     ) -> None:
         kv_blocks = setting("kv_tokens", kv_tokens, BLOCK, 2**31 - BLOCK) // BLOCK
         max_rows = setting("max_rows", max_rows, 1, 4096)
@@ -139,12 +117,12 @@ class Engine:
                 self.pool, self.prefix_cache,
                 max_step_tokens=max_step_tokens, max_rows=max_rows, max_model_len=self.max_model_len,
             )  # fmt: skip
-            max_outputs = max(max_rows, _SCORE_CHUNK)
+            max_outputs = max(max_step_tokens, _SCORE_CHUNK)
             self.executor = Executor(
                 source,
                 kv_blocks=kv_blocks,
                 max_positions=self.max_model_len,
-                max_tokens=max(max_step_tokens, _SCORE_CHUNK),
+                max_tokens=max_outputs,
                 max_outputs=max_outputs,
                 threads=threads,
                 cache=cache_dir() if cache_weights else None,
@@ -156,28 +134,49 @@ class Engine:
             max_outputs=max_outputs,
             table_width=width,
         )
-        self.sampler = Sampler()
-        self._argmax = np.zeros(max_outputs, dtype=np.int32)
-        self._live: dict[str, LiveRequest] = {}
+        self.chooser = Chooser()
+        self._argmax = np.zeros(_SCORE_CHUNK, dtype=np.int32)
         self._ids = itertools.count()
-        self._lock = threading.RLock()
-        self._stepping = False
-        self._doomed: list[LiveRequest] = []  # cancelled within a step, by the thread that runs it
-        self._steps = self._computed = self._emitted = self._preemptions = 0
-        self._step_seconds = 0.0
+        self.speculator = self._speculator(
+            draft,
+            draft_len,
+            DraftContext(
+                argument="",
+                config=self.config,
+                tokenizer=self.tokenizer,
+                kv_tokens=self.pool.capacity_tokens,
+                max_model_len=self.max_model_len,
+                max_rows=max_rows,
+                max_step_tokens=max_step_tokens,
+                threads=self.executor.tape.threads,
+                cache=cache_dir() if cache_weights else None,
+            ),
+        )
+        self._loop = Loop(self.scheduler, self.batch, self.executor, self.chooser, self.speculator)
+
+    def _speculator(self, draft: object, draft_len: object, context: DraftContext) -> Speculator | None:
+        drafter = make_drafter(draft, context)
+        length = None if draft_len == "auto" else setting("draft_len", draft_len, 1, MAX_DRAFT)
+        if drafter is None:
+            return None
+        pace = FixedPace(length or 4)
+        return Speculator(drafter, pace, self.config.vocab_size)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculate: bool = True,
+        scope: str | None = None,
     ) -> list[RequestOutput]:
         """Answers prompts (text, or token ids) together; outputs are in the order of the prompts.
 
         A text prompt gets the tokens that the model expects at its start (a BOS token, for some). One set of
-        parameters serves all prompts, or there is one for each. Raises `InvalidRequestError` or `CapacityError` before
-        anything runs if a prompt can't be served.
+        parameters serves all prompts, or there is one for each. `speculate` and `scope` are those of `submit`. Raises
+        `InvalidRequestError` or `CapacityError` before anything runs if a prompt can't be served.
         """
-        return self._run(listed_prompts(prompts), params)
+        return self._run(listed_prompts(prompts), params, speculate=speculate, scope=scope)
 
     def chat(
         self,
@@ -185,13 +184,16 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         template_options: Mapping[str, Any] | None = None,
+        speculate: bool = True,
+        scope: str | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or several, through the model's chat template.
 
         A conversation is a list of {"role": ..., "content": ...}. Raises `InvalidRequestError` when the model has no
         template or the template refuses the messages.
         """
-        return self._run([self.chat_ids(c, template_options) for c in listed_conversations(messages)], params)
+        prompts = [self.chat_ids(c, template_options) for c in listed_conversations(messages)]
+        return self._run(prompts, params, speculate=speculate, scope=scope)
 
     def chat_ids(self, messages: Sequence[Message], template_options: Mapping[str, Any] | None = None) -> list[int]:
         """A conversation as prompt tokens, ready for the answer."""
@@ -205,9 +207,17 @@ class Engine:
             ids.insert(0, bos)
         return ids
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        speculate: bool = True,
+        scope: str | None = None,
+        trace: bool = False,
+    ) -> Iterator[Piece]:
         """Yields the answer as it grows, in pieces that never split a character; closing the iterator cancels it."""
-        handle = self.submit(prompt, params)
+        handle = self.submit(prompt, params, speculate=speculate, scope=scope, trace=trace)
         try:
             yield from handle
         finally:
@@ -219,27 +229,46 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         template_options: Mapping[str, Any] | None = None,
+        speculate: bool = True,
+        scope: str | None = None,
+        trace: bool = False,
     ) -> Iterator[Piece]:
         """`stream` for a conversation."""
-        return self.stream(self.chat_ids(messages, template_options), params)
+        prompt = self.chat_ids(messages, template_options)
+        return self.stream(prompt, params, speculate=speculate, scope=scope, trace=trace)
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        speculate: bool = True,
+        scope: str | None = None,
+        trace: bool = False,
     ) -> RequestHandle:
         """Queues a request; it runs whenever the engine steps.
+
+        speculate: False leaves the drafter out of it. scope: names the caller; neither cached prefixes nor texts that
+        drafters remember are shared between scopes (None is one, too). trace: each piece tells how its draft lengths
+        were chosen.
 
         Raises `InvalidRequestError` or `CapacityError` now if it can't be served as it is.
         """
         params = checked_params(params, self.config.vocab_size)
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise InvalidRequestError(f"request_id={request_id!r} is not allowed; expected a text, or None")
+        if scope is not None and not isinstance(scope, str):
+            raise InvalidRequestError(f"scope={scope!r} is not allowed; expected a text, or None")
         ids = self._prompt_ids(prompt)
-        with self._lock:
+        with self._loop.lock:
             name = request_id or self._unused_id()
-            live = LiveRequest(Request(name, ids, params), params, _seed(params), self.tokenizer)
+            live = LiveRequest(Request(name, ids, params, salt=scope), params, _seed(params), self.tokenizer)
+            live.speculate = bool(speculate) and self.speculator is not None
+            live.traced = bool(trace)
             self.scheduler.add(live.request)
-            self._live[name] = live
-        return RequestHandle(self, live)
+            self._loop.live[name] = live
+        return RequestHandle(self._loop, live)
 
     def fork(self, handle: RequestHandle, params: SamplingParams | None = None) -> RequestHandle:
         """A second request that goes on from a live one's tokens and shares their KV (copied only where they part).
@@ -249,9 +278,9 @@ class Engine:
         doesn't have.
         """
         twin = params is None
-        params = handle._live.params if params is None else checked_params(params, self.config.vocab_size)
-        with self._lock:
-            parent = handle._live
+        params = handle.live.params if params is None else checked_params(params, self.config.vocab_size)
+        with self._loop.lock:
+            parent = handle.live
             if parent.request.finished:
                 raise InvalidRequestError(f"request {handle.request_id!r} has ended; only a live request can be forked")
             if params.logprobs is not None and parent.params.logprobs is None and parent.request.n_output:
@@ -262,8 +291,10 @@ class Engine:
             seed = parent.seed if twin else _seed(params)
             request = self.scheduler.fork(parent.request, self._unused_id(), params)
             live = parent.fork(request, params, seed)
-            self._live[request.request_id] = live
-        return RequestHandle(self, live)
+            self._loop.live[request.request_id] = live
+            if self.speculator:
+                self.speculator.fork(parent, live)
+        return RequestHandle(self._loop, live)
 
     def score(self, token_ids: Sequence[int], top: int = 64) -> Scores:
         """The most probable next tokens after each token of a text, the text itself being given (teacher forcing).
@@ -282,7 +313,7 @@ class Engine:
             )
         all_ids = np.empty((len(ids), top), dtype=np.int32)
         all_logprobs = np.empty((len(ids), top), dtype=np.float32)
-        with self._lock, BlockTable(self.pool) as table:
+        with self._loop.lock, BlockTable(self.pool) as table:
             try:
                 table.append_slots(len(ids))
             except PoolExhausted:
@@ -295,165 +326,61 @@ class Engine:
                 n = len(tokens)
                 step = StepInput.chain(tokens, start, table.blocks, n)
                 logits = self.executor.forward(step, n, self._argmax[:n])
-                best = self.sampler.top_logprobs(logits, top, tokens)
+                best = self.chooser.top_logprobs(logits, np.arange(n, dtype=np.int32), top, tokens)
                 broken = np.flatnonzero(best.ids[:, 0] < 0)
                 if len(broken):
-                    raise NumericalError(f"scoring: {_not_numbers(start + int(broken[0]) + 1)}")
+                    raise NumericalError(f"scoring: {not_numbers(start + int(broken[0]) + 1)}")
                 all_ids[start : start + n] = best.ids
                 all_logprobs[start : start + n] = best.logprobs
         return Scores(all_ids, all_logprobs)
 
     def step(self) -> bool:
-        """Runs one step for whoever has work: plan, forward, choose, commit. Returns whether there was any."""
-        with self._lock:
-            if not self.scheduler.has_work:
-                return False
-            began = time.perf_counter()
-            self._stepping = True
-            try:
-                self._step(began)
-            except BaseException:
-                self._abandon()
-                raise
-            finally:
-                self._step_seconds += time.perf_counter() - began
-                self._stepping = False
-                while self._doomed:
-                    self._cancel(self._doomed.pop())
-            return True
-
-    def _abandon(self) -> None:
-        """Nothing that a broken step wrote is trusted: its requests wait, to be computed again."""
-        self.scheduler.abandon()
-        for request in self.scheduler.waiting:
-            self.batch.leave(request)
-
-    def _step(self, began: float) -> None:
-        plan = self.scheduler.plan()
-        for request in plan.preempted:
-            self.batch.leave(request)
-            self._preemptions += 1
-        for copy in plan.copies:
-            self.executor.kv.copy_block(copy.src_block, copy.dst_block)
-        lives = [self._live[row.request.request_id] for row in plan.rows]
-        for live in lives:
-            live.started(began)
-        # Rows whose logits are needed come first; the others only need the largest.
-        outputs = [i for i, row in enumerate(plan.rows) if row.samples and lives[i].needs_logits]
-        n_logits = len(outputs)
-        outputs += [i for i, row in enumerate(plan.rows) if row.samples and not lives[i].needs_logits]
-        step = self.batch.load(plan, outputs)
-        chosen = self._argmax[: len(outputs)]
-        logits = self.executor.forward(step, n_logits, chosen)
-        logprobs = self.sampler.choose([lives[i] for i in outputs[:n_logits]], logits, chosen)
-        tokens = dict(zip(outputs, chosen.tolist(), strict=True))
-        details = dict(zip(outputs, logprobs, strict=False))
-        now = time.perf_counter()
-        for i, row in enumerate(plan.rows):
-            self._commit(row, lives[i], tokens.get(i), details.get(i), now)
-        self._steps += 1
-        self._computed += plan.n_tokens
-
-    def _commit(
-        self,
-        row: RowPlan,
-        live: LiveRequest,
-        token: int | None,
-        detail: TokenLogprob | None,
-        now: float,
-    ) -> None:
-        if token is None:
-            self.scheduler.commit(row, ())
-            return
-        if token < 0:
-            where = _not_numbers(len(live.request.tokens))
-            live.fail(NumericalError(f"request {live.request.request_id!r}: {where}"))
-            self._finish(live, "error", now)
-            return
-        self.scheduler.commit(row, (token,))
-        self._emitted += 1
-        try:
-            reason = live.accept(token, detail, now)
-        except BaseException as error:
-            # The token is committed, its text isn't: such a request can't go on.
-            live.fail(ForerunError(
-                f"request {live.request.request_id!r}: {type(error).__name__} while its text was taken in; submit it "
-                "again"
-            ))  # fmt: skip
-            self._finish(live, "error", now)
-            raise
-        if reason is not None:
-            self._finish(live, reason, now)
-
-    def _finish(self, live: LiveRequest, reason: FinishReason, now: float) -> None:
-        self.scheduler.finish(live.request, reason)
-        self.batch.leave(live.request)
-        self._live.pop(live.request.request_id, None)
-        live.ended(now)
+        """Runs one step for whoever has work: plan, draft, forward, verify, commit. Returns whether there was any."""
+        return self._loop.step()
 
     def stats(self) -> EngineStats:
         """Totals since the engine was made."""
-        with self._lock:
+        with self._loop.lock:
             return EngineStats(
-                steps=self._steps,
-                computed_tokens=self._computed,
-                emitted_tokens=self._emitted,
-                step_seconds=self._step_seconds,
+                steps=self._loop.steps,
+                computed_tokens=self._loop.tally.computed,
+                emitted_tokens=self._loop.tally.emitted,
+                step_seconds=self._loop.step_seconds,
                 native_seconds=self.executor.native_seconds,
-                preemptions=self._preemptions,
+                preemptions=self._loop.preemptions,
                 prefix_hit_tokens=self.prefix_cache.stats.hit_tokens if self.prefix_cache else 0,
                 kv_blocks=self.pool.n_blocks,
                 kv_blocks_used=self.pool.n_blocks - self.pool.n_free,
                 weight_bytes=self.executor.weight_bytes,
                 kv_bytes=self.executor.kv.bytes,
+                speculation=self._loop.tally.stats(),
             )
 
     def check_integrity(self) -> None:
         """Verifies the books of the KV pool, prefix cache and scheduler; raises `KVIntegrityError`."""
-        with self._lock:
+        with self._loop.lock:
             self.scheduler.check_integrity()
 
     def _run(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        speculate: bool,
+        scope: str | None,
     ) -> list[RequestOutput]:
         each = params_for_each(params, len(prompts))
         handles: list[RequestHandle] = []
         try:
             for prompt, p in zip(prompts, each, strict=True):
-                handles.append(self.submit(prompt, p))
+                handles.append(self.submit(prompt, p, speculate=speculate, scope=scope))
             return [handle.result() for handle in handles]
         finally:
             for handle in handles:
                 handle.cancel()
 
-    def _next_piece(self, live: LiveRequest) -> Piece | None:
-        while True:
-            with self._lock:
-                piece = live.take_piece()
-                if piece is not None:
-                    return piece
-                if live.request.finished:
-                    live.raise_error()
-                    return None
-            self._advance(live)
-
-    def _advance(self, live: LiveRequest) -> None:
-        with self._lock:
-            if not live.request.finished:
-                self.step()
-
-    def _cancel(self, live: LiveRequest) -> None:
-        with self._lock:
-            if live.request.finished:
-                return
-            if self._stepping:
-                # A generator that is collected, or a signal's handler, within this very thread's step.
-                self._doomed.append(live)
-            else:
-                self._finish(live, "cancelled", time.perf_counter())
-
     def _unused_id(self) -> str:
-        return next(name for n in self._ids if (name := f"request-{n}") not in self._live)
+        return next(name for n in self._ids if (name := f"request-{n}") not in self._loop.live)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -474,10 +401,3 @@ def _model_len(wanted: int | None, context: int, kv_blocks: int) -> int:
 
 def _seed(params: SamplingParams) -> int:
     return secrets.randbits(64) if params.seed is None else params.seed
-
-
-def _not_numbers(position: int) -> str:
-    return (
-        f"the model's scores are not numbers at position {position}: the weights are damaged or the activations "
-        "overflow; download the model again, or use another one"
-    )

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 
-from forerun.engine.output import Piece, RequestOutput, RequestStats, TokenLogprob
+from forerun.draft.base import DraftTree
+from forerun.engine.choose import Choice
+from forerun.engine.output import Piece, RequestOutput, RequestStats, TokenLogprob, TokenOrigin
+from forerun.engine.pace import Decision
 from forerun.engine.request import FinishReason, Request
+from forerun.engine.tally import Tally
 from forerun.engine.text import TextStream
 from forerun.errors import ForerunError, InvalidRequestError
 from forerun.models.tokenizer import Tokenizer
+from forerun.sample.edits import LogitEdits
 from forerun.sample.params import SamplingParams
 
 
@@ -19,7 +24,11 @@ class LiveRequest:
         request: what the scheduler owns.
         params: the caller's parameters.
         seed: of the sampling noise.
-        banned: tokens that may not be chosen before `min_tokens` are out.
+        edits: history-dependent changes of the logits (penalties, bias, tokens banned before `min_tokens`), or None.
+        speculate: whether it may draft.
+        traced: whether choices of draft length are kept.
+        draft_key: names the request to drafter and pace; None: it hasn't drafted yet.
+        tally: counts of drafting and verification.
     """
 
     def __init__(self, request: Request, params: SamplingParams, seed: int, tokenizer: Tokenizer) -> None:
@@ -29,12 +38,17 @@ class LiveRequest:
         self._tokenizer = tokenizer
         ends = frozenset() if params.ignore_eos else tokenizer.eos_ids
         self._ends = ends | frozenset(params.stop_token_ids)
-        self.banned = sorted(self._ends) if params.min_tokens else []
-        if len(self.banned) >= tokenizer.vocab_size:
+        banned = sorted(self._ends) if params.min_tokens else []
+        if len(banned) >= tokenizer.vocab_size:
             raise InvalidRequestError(
                 f"min_tokens={params.min_tokens}, but every token of the vocabulary ends the text; give fewer "
                 "stop_token_ids"
             )
+        self.edits = LogitEdits.of(params, request.prompt_ids, banned)
+        self.speculate = False
+        self.traced = False
+        self.draft_key: int | None = None
+        self.tally = Tally()
         self._text = TextStream(
             tokenizer,
             params.stop_strings,
@@ -42,6 +56,8 @@ class LiveRequest:
             skip_special=params.skip_special_tokens,
         )
         self._logprobs: list[TokenLogprob] = []
+        self._origins: list[TokenOrigin] = []
+        self._decisions: list[Decision] = []
         self._taken = 0  # tokens whose piece was taken
         self._submitted = time.perf_counter()
         self._started: float | None = None
@@ -53,37 +69,65 @@ class LiveRequest:
     @property
     def needs_logits(self) -> bool:
         """Whether the next token can't be chosen by taking the largest score alone."""
-        return not self.params.greedy or self.params.logprobs is not None or self.bans_now
-
-    @property
-    def bans_now(self) -> bool:
-        """Whether `banned` applies to the next token."""
-        return bool(self.banned) and self.request.n_output < self.params.min_tokens
+        if not self.params.greedy or self.params.logprobs is not None:
+            return True
+        return self.edits is not None and self.edits.applies(0)
 
     def started(self, now: float) -> None:
         """Notes the first step that ran the request."""
         if self._started is None:
             self._started = now
 
-    def accept(self, token: int, logprob: TokenLogprob | None, now: float) -> FinishReason | None:
-        """Takes in a token that the scheduler has committed; returns why the request ends with it, if it does."""
+    def accept(self, choice: Choice, tree: DraftTree, now: float) -> tuple[int, FinishReason | None]:
+        """Takes in the tokens that a step chose, one by one, up to the one that ends the request.
+
+        Returns how many are kept (the scheduler is to commit these) and why the request ends with them, if it does.
+        """
+        request, params = self.request, self.params
         if self._first_token is None:
             self._first_token = now
-        if logprob is not None:
-            self._logprobs.append(logprob)
-        n = self.request.n_output
-        if token in self._ends and n > self.params.min_tokens:
-            # The end token's own text is not part of the answer.
-            return "stop"
-        if self._text.push(token, may_stop=n >= self.params.min_tokens):
-            return "stop"
-        return "length" if self.request.at_limit else None
+        before = request.n_output
+        room = request.limit - len(request.tokens)
+        kept = 0
+        reason: FinishReason | None = None
+        for token in choice.tokens:
+            kept += 1
+            n = before + kept
+            if token in self._ends and n > params.min_tokens:
+                # The end token's own text is not part of the answer.
+                reason = "stop"
+            elif self._text.push(token, may_stop=n >= params.min_tokens):
+                reason = "stop"
+            elif kept >= room:
+                reason = "length"
+            if reason is not None:
+                break
+        self._logprobs += choice.logprobs[:kept]
+        n_path = len(choice.path)
+        own: TokenOrigin = (
+            "target" if not tree else "bonus" if n_path and tree.is_leaf(choice.path[-1]) else "correction"
+        )
+        self._origins += ["accepted"] * min(kept, n_path)
+        if kept > n_path:
+            self._origins.append(own)
+        if self.edits is not None:
+            self.edits.append(choice.tokens[:kept])
+        return kept, reason
+
+    def decided(self, decision: Decision | None) -> None:
+        """Notes a choice of draft length, to be taken with the next piece."""
+        if decision is not None:
+            self._decisions.append(decision)
 
     def fork(self, request: Request, params: SamplingParams, seed: int) -> LiveRequest:
         """The state of `request`, which the scheduler forked from this one's, with the output so far."""
         twin = LiveRequest(request, params, seed, self._tokenizer)
         if params.logprobs is not None:
             twin._logprobs = self._logprobs.copy()
+        twin.speculate, twin.traced = self.speculate, self.traced
+        twin._origins = self._origins.copy()
+        if twin.edits is not None:
+            twin.edits.append(request.output_ids)
         for token in request.output_ids:
             twin._text.push(token, may_stop=False)
         return twin
@@ -111,9 +155,12 @@ class LiveRequest:
         n = self.request.n_output
         ids = tuple(self.request.tokens[self.request.n_prompt + self._taken :])
         logprobs = tuple(self._logprobs[self._taken :])
+        origins = tuple(self._origins[self._taken :])
+        decisions = tuple(self._decisions)
+        self._decisions.clear()
         self._taken = n
         self._end_taken = finished
-        return Piece(text, ids, logprobs, self.request.finish_reason)
+        return Piece(text, ids, logprobs, self.request.finish_reason, origins, decisions)
 
     def output(self) -> RequestOutput:
         """The finished request. Raises what ended it, if it was an error."""
@@ -138,5 +185,6 @@ class LiveRequest:
                 queue_seconds=(self._ended if self._started is None else self._started) - self._submitted,
                 first_token_seconds=None if first is None else first - self._submitted,
                 total_seconds=self._ended - self._submitted,
+                speculation=self.tally.stats(),
             ),
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Self
 
+from forerun.engine.pace import Decision
 from forerun.engine.request import FinishReason
 
 
@@ -17,6 +19,11 @@ class TokenLogprob(NamedTuple):
     """The most probable tokens, best first, as many as `SamplingParams.logprobs` asked for."""
 
 
+TokenOrigin = Literal["target", "accepted", "correction", "bonus"]
+"""Where a token came from: "accepted" is a draft that the target agreed to; the others are the target's own: in a step
+without a draft ("target"), after a rejected draft ("correction"), after a draft accepted to its end ("bonus")."""
+
+
 class Piece(str):
     """A stretch of text that one step added; a `str` that also carries what belongs to it.
 
@@ -25,11 +32,15 @@ class Piece(str):
             spread over tokens, and what might begin a stop string is held back).
         logprobs: one entry per token id if the request asked for them, else empty.
         finish_reason: set on the last piece.
+        origins: where each token came from.
+        decisions: the choices of draft length since the last piece, if the request is traced.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason | None
+    origins: tuple[TokenOrigin, ...]
+    decisions: tuple[Decision, ...]
 
     def __new__(
         cls,
@@ -37,12 +48,83 @@ class Piece(str):
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
         finish_reason: FinishReason | None = None,
+        origins: tuple[TokenOrigin, ...] = (),
+        decisions: tuple[Decision, ...] = (),
     ) -> Self:
         self = super().__new__(cls, text)
         self.token_ids = token_ids
         self.logprobs = logprobs
         self.finish_reason = finish_reason
+        self.origins = origins
+        self.decisions = decisions
         return self
+
+
+class DrafterCounts(NamedTuple):
+    """What one drafter did.
+
+    drafts: pairs of (request, step) in which at least one of its nodes was verified.
+    proposed: its nodes that were verified (nodes cut off before the forward don't count).
+    accepted: those on the path that the target agreed to.
+    """
+
+    drafts: int
+    proposed: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Counts of drafting and verification, of one request or of all. A "row" is one request's part of one step.
+
+    Identities: emitted = accepted + decisions - cut. computed = known + proposed, where `known` are tokens that were
+    committed before the step (prompt, recomputed and last tokens).
+    accepted = sum(accepted_by_position) = sum over by_drafter of accepted; likewise proposed.
+
+    Attributes:
+        steps: rows, prompt chunks included.
+        decisions: rows whose logits chose a token; each adds one token of the target's own.
+        drafted: rows with at least one draft token. Denominator of acceptance by position 0.
+        proposed: draft tokens verified, all nodes of trees. Denominator of the draft acceptance rate.
+        computed: query tokens run through the target, drafts included.
+        accepted: draft tokens that the target agreed to, before a stop cut them off.
+        cut: accepted or own tokens that were dropped, because the text ended before them.
+        emitted: tokens of the output.
+        proposed_by_position: [d] counts draft tokens at depth d (0: right after the committed text).
+        accepted_by_position: [d] counts rows that accepted at least d + 1 draft tokens.
+        by_drafter: counts by the drafter's name.
+        draft_seconds: wall-clock time of proposing and of choosing lengths, in steps with such a row. For a request:
+            the whole step's time, shared with whoever ran in it; likewise below.
+        forward_seconds: the target's forward pass.
+        verify_seconds: choosing tokens and walking the trees.
+        schedule_seconds: the rest of the step: planning, filling the batch, committing, text.
+    """
+
+    steps: int = 0
+    decisions: int = 0
+    drafted: int = 0
+    proposed: int = 0
+    computed: int = 0
+    accepted: int = 0
+    cut: int = 0
+    emitted: int = 0
+    proposed_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
+    by_drafter: Mapping[str, DrafterCounts] = field(default_factory=dict)
+    draft_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    schedule_seconds: float = 0.0
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted over proposed; None without drafts (no data, not 0)."""
+        return self.accepted / self.proposed if self.proposed else None
+
+    @property
+    def tokens_per_decision(self) -> float | None:
+        """Emitted tokens per row that chose tokens; None without such rows."""
+        return self.emitted / self.decisions if self.decisions else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +141,7 @@ class RequestStats:
         queue_seconds: from submission to the first step that ran it.
         first_token_seconds: from submission to the first token.
         total_seconds: from submission to the end.
+        speculation: what drafting and verification did.
     """
 
     prompt_tokens: int
@@ -69,6 +152,7 @@ class RequestStats:
     queue_seconds: float
     first_token_seconds: float | None
     total_seconds: float
+    speculation: SpeculationStats
 
     @property
     def decode_tokens_per_second(self) -> float | None:
@@ -117,6 +201,8 @@ class EngineStats:
         kv_blocks_used: blocks referenced by running requests.
         weight_bytes: packed weights.
         kv_bytes: address space of the KV pool.
+        speculation: what drafting and verification did, summed over requests; its seconds are those of the steps, each
+            counted once.
     """
 
     steps: int
@@ -130,3 +216,4 @@ class EngineStats:
     kv_blocks_used: int
     weight_bytes: int
     kv_bytes: int
+    speculation: SpeculationStats

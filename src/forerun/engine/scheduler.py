@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from forerun.engine.request import (
@@ -329,6 +330,24 @@ class Scheduler:
                 drafts[index] = count
                 left -= count
         return drafts
+
+    def trim(self, row: RowPlan, draft_count: int) -> RowPlan:
+        """Give back draft slots that the plan granted and the drafter didn't use; returns the row as it now is.
+
+        Raises:
+            ScheduleError: the row isn't of the request's current plan, or has fewer draft slots.
+        """
+        request = row.request
+        if draft_count == row.draft_count:
+            return row
+        if request.planned is not row or not 0 <= draft_count < row.draft_count:
+            raise ScheduleError(
+                f"{request!r}: can't trim {row.draft_count} draft slots to {draft_count}, or the row isn't planned"
+            )
+        _table(request).truncate(row.start + row.count + draft_count)
+        trimmed = replace(row, draft_count=draft_count)
+        request.planned = trimmed
+        return trimmed
 
     def commit(self, row: RowPlan, tokens: Sequence[int]) -> None:
         """Record the outcome of a row after the forward.

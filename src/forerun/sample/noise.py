@@ -24,6 +24,7 @@ and gives the same bits.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ Float32s = npt.NDArray[np.float32]
 Int32s = npt.NDArray[np.int32]
 
 _MASK64: Final = 0xFFFF_FFFF_FFFF_FFFF
+_STREAM_STEP: Final = 0xD1B5_4A32_D192_ED03
 _GOLDEN: Final = 0x9E37_79B9_7F4A_7C15
 _SQRT_HALF_BITS: Final = np.int32(0x3F35_04F3)
 _LOG_POLYNOMIAL: Final = (
@@ -62,6 +64,24 @@ def _mix64(x: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58_476D_1CE4_E5B9 & _MASK64
     x = (x ^ (x >> 27)) * 0x94D0_49BB_1331_11EB & _MASK64
     return x ^ (x >> 31)
+
+
+class Stream(IntEnum):
+    """What a position's noise is for. Draws of different streams are independent of one another."""
+
+    TOKEN = 0
+    """The target's own token: unspeculated decoding, coupled verification, the bonus token."""
+    ACCEPT = 1
+    """Whether `rejection` accepts a draft."""
+    RESIDUAL = 2
+    """The token that `rejection` takes instead."""
+    DRAFT = 3
+    """A drafter's tokens, where they have to be independent of the target's."""
+
+
+def stream_seed(seed: int, stream: Stream) -> int:
+    """The seed, in [0, 2^64), that stands for one stream of `seed`; TOKEN's is the seed itself."""
+    return seed & _MASK64 if stream == Stream.TOKEN else _mix64((seed + int(stream) * _STREAM_STEP) & _MASK64)
 
 
 def noise_key(seed: int, position: int) -> NoiseKey:

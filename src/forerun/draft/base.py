@@ -1,0 +1,136 @@
+"""What a drafter is, and the tree of tokens that it proposes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.sample.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTree:
+    """Tokens that may follow the last committed one, as a tree. A chain is a tree without branches.
+
+    Nodes are in order of decreasing worth, parents before children, so that the first n nodes are a tree again: the
+    engine cuts a draft by keeping its first nodes.
+
+    Attributes:
+        tokens: token id of each node.
+        parents: index of each node's parent, smaller than the node's own; -1 is the last committed token.
+        confidence: for each node, the drafter's estimate of the probability that it is accepted once its parent is;
+            empty when the drafter has no opinion.
+        q: float32[n, V], the distribution (after all transforms) that each node's token was drawn from, siblings
+            without replacement: the row of a sibling is that of the first one, not yet renormalised. None: the tokens
+            were not drawn but chosen, q is one-hot.
+        drafter: whose work it is, for the counts.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    confidence: Sequence[float] = ()
+    q: npt.NDArray[np.float32] | None = None
+    drafter: str = ""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def chain(
+        cls,
+        tokens: Sequence[int],
+        confidence: Sequence[float] = (),
+        q: npt.NDArray[np.float32] | None = None,
+        drafter: str = "",
+    ) -> DraftTree:
+        """A draft without branches."""
+        return cls(tokens, range(-1, len(tokens) - 1), confidence, q, drafter)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node follows the one before it."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    def is_leaf(self, node: int) -> bool:
+        """Whether no node follows this one."""
+        return node not in self.parents
+
+    def first(self, n: int) -> DraftTree:
+        """The tree of the first `n` nodes."""
+        if n >= len(self.tokens):
+            return self
+        q = None if self.q is None else self.q[:n]
+        return DraftTree(self.tokens[:n], self.parents[:n], self.confidence[:n], q, self.drafter)
+
+    def depths(self) -> list[int]:
+        """Depth of each node; a child of the root has depth 0."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def ancestors(self) -> list[int]:
+        """For each node a mask: bit 0 is the root, bit i + 1 is node i; its own bit is set. At most 63 nodes."""
+        masks: list[int] = []
+        for node, parent in enumerate(self.parents):
+            masks.append((1 if parent < 0 else masks[parent]) | 1 << (node + 1))
+        return masks
+
+
+NO_DRAFT = DraftTree((), ())
+"""The empty tree: plain decoding."""
+
+
+class DraftRow(NamedTuple):
+    """A request that may draft in this step.
+
+    key: names the request's state inside the drafter; never used twice by an engine.
+    tokens: committed tokens, prompt first. Read only; it only ever grows.
+    budget: the most nodes that may be proposed, at least 1.
+    params, seed: of the request; a drafter may draw with the target's own noise to agree with it more often.
+    """
+
+    key: int
+    tokens: Sequence[int]
+    budget: int
+    params: SamplingParams
+    seed: int
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes tokens. What it proposes can make an answer faster or slower, never different.
+
+    Only `propose` has to be written; subclass this for the rest. All calls come from the engine's loop, one at a time.
+    For each request that may draft: `begin`, then any number of `propose`, `observe`, `truncate` and `fork`, then
+    `free`. Third parties register a factory (taking a `DraftContext`) as entry point of the group `forerun.drafters`.
+    """
+
+    name: str
+    """Names its counts; a `DraftTree.drafter` that is empty is filled with it."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[DraftTree]:
+        """One tree for each row, in the same order; empty where there is nothing to propose."""
+        ...
+
+    def begin(self, key: int, scope: str | None) -> None:
+        """A request starts. Text of one `scope` must never show in the drafts of another; None is a scope, too."""
+
+    def observe(self, key: int, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """What became of the tree that was verified: indices of the accepted nodes, root to leaf."""
+
+    def truncate(self, key: int, n_tokens: int) -> None:
+        """The request goes back to its first `n_tokens` tokens; what was learnt of later ones is forgotten."""
+
+    def fork(self, key: int, child: int) -> None:
+        """A second request continues from the same tokens."""
+
+    def free(self, key: int, tokens: Sequence[int]) -> None:
+        """The request has ended with these tokens; everything kept for it alone is given back."""
+
+    def close(self) -> None:
+        """The engine is gone; memory and threads are given back."""

@@ -1,0 +1,104 @@
+"""How many tokens to draft: a decision per request and step, and 0 is always an allowed answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from forerun.draft.base import DraftTree
+
+
+class Decision(NamedTuple):
+    """One choice of a draft length, with its reasons.
+
+    key: the request's.
+    position: committed tokens when it was made.
+    length: draft tokens that were verified.
+    options: (length, expected emitted tokens of this row, expected seconds of the whole step) as they were compared.
+    reason: in a few words.
+    """
+
+    key: int
+    position: int
+    length: int
+    options: tuple[tuple[int, float, float], ...]
+    reason: str
+
+
+class Pace(Protocol):
+    """Chooses draft lengths. Called by the engine's loop in this order: `wish`, then after planning `budget`, after
+    drafting `cut`, after verification `verdict` for each drafted row and `step` once."""
+
+    def begin(self, key: int) -> None:
+        """A request that may draft starts."""
+
+    def wish(self, key: int) -> int:
+        """The most draft tokens that this request could use in the next step; 0 to plan none."""
+
+    def budget(self, keys: Sequence[int], granted: Sequence[int], n_tokens: int) -> list[int]:
+        """The nodes to ask the drafter for, at most what the plan granted each request. `n_tokens` are the step's
+        query tokens without drafts."""
+
+    def cut(
+        self, keys: Sequence[int], positions: Sequence[int], trees: Sequence[DraftTree], n_tokens: int
+    ) -> list[int]:
+        """How many nodes of each tree to verify, from its beginning; `positions` are the committed tokens of each."""
+
+    def verdict(self, key: int, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """What became of the (cut) tree: indices of the accepted nodes."""
+
+    def step(self, n_tokens: int, drafted: int, draft_seconds: float, forward_seconds: float) -> None:
+        """What a step took: query tokens with drafts, nodes proposed before the cut, seconds of both."""
+
+    def fork(self, key: int, child: int) -> None:
+        """A second request continues like the first."""
+
+    def free(self, key: int) -> None:
+        """The request has ended."""
+
+    def decision(self, key: int) -> Decision | None:
+        """The last choice for a request."""
+
+
+class FixedPace:
+    """Always the same length, or what the drafter has of it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._last: dict[int, Decision] = {}
+
+    def begin(self, key: int) -> None:
+        """Nothing to prepare."""
+
+    def wish(self, key: int) -> int:  # noqa: ARG002
+        """The fixed length."""
+        return self.length
+
+    def budget(self, keys: Sequence[int], granted: Sequence[int], n_tokens: int) -> list[int]:  # noqa: ARG002
+        """All that was granted."""
+        return list(granted)
+
+    def cut(
+        self, keys: Sequence[int], positions: Sequence[int], trees: Sequence[DraftTree], n_tokens: int
+    ) -> list[int]:
+        """Whole trees."""
+        for key, position, tree in zip(keys, positions, trees, strict=True):
+            self._last[key] = Decision(key, position, len(tree), (), f"fixed at {self.length}")
+        return [len(tree) for tree in trees]
+
+    def verdict(self, key: int, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Nothing to learn."""
+
+    def step(self, n_tokens: int, drafted: int, draft_seconds: float, forward_seconds: float) -> None:
+        """Nothing to learn."""
+
+    def fork(self, key: int, child: int) -> None:
+        """Nothing to copy."""
+
+    def free(self, key: int) -> None:
+        """Forgets the last decision."""
+        self._last.pop(key, None)
+
+    def decision(self, key: int) -> Decision | None:
+        """The last choice for a request."""
+        return self._last.get(key)

@@ -1,0 +1,166 @@
+"""Between the scheduler and the drafter: who drafts, how much, and what happens when a drafter fails."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from forerun.draft.base import NO_DRAFT, Drafter, DraftRow, DraftTree
+from forerun.engine.live import LiveRequest
+from forerun.engine.pace import Pace
+from forerun.engine.request import Request, RowPlan
+from forerun.engine.tally import StepSeconds
+from forerun.errors import DraftError, DraftWarning
+
+MAX_DRAFT = 63
+"""Nodes of a tree: with the root they fill a 64-bit ancestor mask."""
+
+T = TypeVar("T")
+
+
+class Speculator:
+    """Asks a drafter for trees, at the pace that `Pace` chooses.
+
+    A drafter can make an answer faster or slower, never different, and so it can't make one fail either: the first
+    exception or malformed tree turns drafting off for good, with a `DraftWarning` that says why.
+
+    Attributes:
+        failure: what turned drafting off, or None.
+    """
+
+    def __init__(self, drafter: Drafter, pace: Pace, vocab_size: int) -> None:
+        self.drafter = drafter
+        self.pace = pace
+        self.failure: DraftError | None = None
+        self._vocab_size = vocab_size
+        self._keys = itertools.count()
+        self._n_proposed = 0  # nodes of this step, before the cut
+
+    def _begin(self, live: LiveRequest) -> int:
+        key = live.draft_key = next(self._keys)
+        self.pace.begin(key)
+        self._guarded(lambda: self.drafter.begin(key, live.request.salt))
+        return key
+
+    def fork(self, live: LiveRequest, child: LiveRequest) -> None:
+        """The child continues from the same tokens, if the parent may draft."""
+        if self.failure is not None or live.draft_key is None:
+            return
+        parent_key, key = live.draft_key, next(self._keys)
+        child.draft_key = key
+        self.pace.fork(parent_key, key)
+        self._guarded(lambda: self.drafter.fork(parent_key, key))
+
+    def free(self, live: LiveRequest) -> None:
+        """The request has ended."""
+        key, live.draft_key = live.draft_key, None
+        if key is None:
+            return
+        self.pace.free(key)
+        if self.failure is None:
+            self._guarded(lambda: self.drafter.free(key, live.request.tokens))
+
+    def wishes(self, lives: Iterable[LiveRequest]) -> dict[Request, int]:
+        """The most draft tokens that each request could use; only those whose next step is a decode are asked."""
+        wishes: dict[Request, int] = {}
+        if self.failure is None:
+            for live in lives:
+                request = live.request
+                if live.speculate and len(request.tokens) - request.num_computed == 1:
+                    key = self._begin(live) if live.draft_key is None else live.draft_key
+                    wish = min(self.pace.wish(key), MAX_DRAFT)
+                    if wish > 0:
+                        wishes[request] = wish
+        return wishes
+
+    def draft(self, rows: Sequence[RowPlan], lives: Sequence[LiveRequest]) -> list[DraftTree]:
+        """A tree for each row of the plan, no larger than the row's draft count."""
+        trees = [NO_DRAFT] * len(rows)
+        self._n_proposed = 0
+        asked = [
+            (i, live.draft_key) for i, live in enumerate(lives) if rows[i].draft_count and live.draft_key is not None
+        ]
+        if not asked:
+            return trees
+        n_tokens = sum(row.count for row in rows)
+        budgets = self.pace.budget([key for _, key in asked], [rows[i].draft_count for i, _ in asked], n_tokens)
+        wanted = [(i, key, budget) for (i, key), budget in zip(asked, budgets, strict=True) if budget > 0]
+        if not wanted:
+            return trees
+        views = [
+            DraftRow(key, lives[i].request.tokens, budget, lives[i].params, lives[i].seed) for i, key, budget in wanted
+        ]
+        proposed = self._guarded(lambda: self._proposals(views))
+        if proposed is None:
+            return trees
+        self._n_proposed = sum(len(tree) for tree in proposed)
+        keys = [key for _, key, _ in wanted]
+        kept = self.pace.cut(keys, [len(view.tokens) for view in views], proposed, n_tokens)
+        for (i, _, _), tree, n in zip(wanted, proposed, kept, strict=True):
+            trees[i] = tree.first(n)
+        for i, key, _ in wanted:
+            if lives[i].traced:
+                lives[i].decided(self.pace.decision(key))
+        return trees
+
+    def verdict(self, live: LiveRequest, tree: DraftTree, path: Sequence[int]) -> None:
+        """Tells drafter and pace which nodes were accepted."""
+        key = live.draft_key
+        if key is None or self.failure is not None:
+            return
+        self.pace.verdict(key, tree, path)
+        self._guarded(lambda: self.drafter.observe(key, tree, path))
+
+    def step(self, n_tokens: int, seconds: StepSeconds) -> None:
+        """Tells the pace what a step with so many query tokens, drafts included, took."""
+        self.pace.step(n_tokens, self._n_proposed, seconds.draft, seconds.forward)
+        self._n_proposed = 0
+
+    def close(self) -> None:
+        """Gives back what the drafter holds."""
+        self._guarded(self.drafter.close)
+
+    def _proposals(self, views: Sequence[DraftRow]) -> list[DraftTree]:
+        trees = list(self.drafter.propose(views))
+        if len(trees) != len(views):
+            raise DraftError(f"it returned {len(trees)} trees for {len(views)} rows; expected one for each")
+        return [self._checked(tree, view) for tree, view in zip(trees, views, strict=True)]
+
+    def _checked(self, tree: DraftTree, view: DraftRow) -> DraftTree:
+        n = len(tree)
+        if n == 0:
+            return NO_DRAFT
+        if n > view.budget or len(tree.parents) != n or len(tree.confidence) not in (0, n):
+            raise DraftError(
+                f"it proposed {n} tokens with {len(tree.parents)} parents and {len(tree.confidence)} confidences; "
+                f"expected at most {view.budget}, with as many of both (confidences may be left out)"
+            )
+        for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+            if not (0 <= token < self._vocab_size and -1 <= parent < node):
+                raise DraftError(
+                    f"node {node} of its draft has token {token} and parent {parent}; expected a token from 0 to "
+                    f"{self._vocab_size - 1} and a parent from -1 to {node - 1}"
+                )
+        q = tree.q
+        if q is not None and q.shape != (n, self._vocab_size):
+            raise DraftError(f"its q has shape {q.shape}; expected ({n}, {self._vocab_size})")
+        if tree.drafter:
+            return tree
+        return DraftTree(tree.tokens, tree.parents, tree.confidence, q, self.drafter.name)
+
+    def _guarded(self, call: Callable[[], T]) -> T | None:
+        if self.failure is not None:
+            return None
+        try:
+            return call()
+        except Exception as error:
+            failure = DraftError(
+                f"the drafter {self.drafter.name!r} failed and is turned off; answers go on without it "
+                f"({type(error).__name__}: {error})"
+            )
+            failure.__cause__ = error
+            self.failure = failure
+        warnings.warn(str(self.failure), DraftWarning, stacklevel=4)
+        return None
