@@ -1,5 +1,6 @@
 #include "sample.hpp"
-#include "sample_math.hpp"
+#include "sample_arrays.hpp"
+#include "sample_row.hpp"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -8,208 +9,18 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
-#include <type_traits>
 #include <utility>
 
 namespace forerun {
 namespace {
 
-constexpr int kBlock = 64;  // tokens whose largest logit and strongest noise are bounded together
-constexpr float kInf = std::numeric_limits<float>::infinity();
-
-// Non-decreasing as the logit falls. Tokens of the last bin (z < -31.9) have no mass.
-FORERUN_INLINE std::int32_t bin_of(float z) {
-  const float position = -z * 32.0f;
-  constexpr float last = SampleScratch::kBins - 1;
-  return static_cast<std::int32_t>(position < last ? position : last);
-}
-
-// -- order of tokens: logit descending, id ascending, as the ascending order of 64-bit keys
-
-struct Cut {  // the last token that is kept
-  float logit = -kInf;
-  std::int32_t id = std::numeric_limits<std::int32_t>::max();
-};
-
-FORERUN_INLINE bool keeps(const Cut& cut, float logit, std::int32_t id) {
-  return (logit > cut.logit) | ((logit == cut.logit) & (id <= cut.id));
-}
-
-FORERUN_INLINE std::uint64_t key_of(float logit, std::int32_t id) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(logit + 0.0f);  // -0 and 0 are one value
-  const std::uint32_t ascending = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return static_cast<std::uint64_t>(~ascending) << 32 | static_cast<std::uint32_t>(id);
-}
-
-FORERUN_INLINE Cut token_of(std::uint64_t key) {
-  const std::uint32_t ascending = ~static_cast<std::uint32_t>(key >> 32);
-  const std::uint32_t bits = ascending & 0x80000000u ? ascending & 0x7FFFFFFFu : ~ascending;
-  return {std::bit_cast<float>(bits), static_cast<std::int32_t>(static_cast<std::uint32_t>(key))};
-}
-
-// -- one row
-
-struct Row {
-  const float* logits;
-  int V;
-  int blocks;
-  float max;
-  float temperature;
-  int status;
-};
-
-FORERUN_INLINE int block_size(const Row& row, int block) {
-  const int left = row.V - block * kBlock;
-  return left < kBlock ? left : kBlock;
-}
-
-FORERUN_INLINE float scaled(const Row& row, float logit) {
-  return (logit - row.max) / row.temperature;
-}
-
-// Calls body(constant or variable count): whole blocks get a count that the compiler can unroll.
-template <class Body>
-FORERUN_INLINE void over_block(int count, Body&& body) {
-  if (count == kBlock) {
-    body(std::integral_constant<int, kBlock>{});
-  } else {
-    body(count);
-  }
-}
-
-// Block maxima, the row's maximum and its faults. Floats are compared as integers in the same order (negative
-// ones with their other bits flipped), a reduction that the compiler may reorder; NaNs lie beyond the infinities.
-FORERUN_INLINE Row scan_row(const float* logits, int V, float temperature, SampleScratch& s) {
-  Row row{logits, V, (V + kBlock - 1) / kBlock, -kInf, temperature, 0};
-  s.block_max.resize(static_cast<std::size_t>(row.blocks));
-  constexpr std::int32_t plus_inf = 0x7F800000;
-  constexpr std::int32_t minus_inf = -plus_inf - 1;
-  std::int32_t highest = minus_inf;
-  std::int32_t lowest = plus_inf;
-  for (int b = 0; b < row.blocks; ++b) {
-    const float* x = logits + b * kBlock;
-    std::int32_t high = std::numeric_limits<std::int32_t>::min();
-    over_block(block_size(row, b), [&](auto count) __attribute__((always_inline)) {
-      for (int j = 0; j < count; ++j) {
-        const std::int32_t bits = std::bit_cast<std::int32_t>(x[j]);
-        const std::int32_t key = bits ^ ((bits >> 31) & 0x7FFFFFFF);
-        high = key > high ? key : high;
-        lowest = key < lowest ? key : lowest;
-      }
-    });
-    s.block_max[static_cast<std::size_t>(b)] = std::bit_cast<float>(high ^ ((high >> 31) & 0x7FFFFFFF));
-    highest = high > highest ? high : highest;
-  }
-  row.max = std::bit_cast<float>(highest ^ ((highest >> 31) & 0x7FFFFFFF));
-  if (highest >= plus_inf || lowest < minus_inf) {
-    row.status = kSampleNotFinite;
-  } else if (highest == minus_inf) {
-    row.status = kSampleNothingAllowed;
-  }
-  return row;
-}
-
-FORERUN_INLINE int first_max(const Row& row, const SampleScratch& s) {
-  int b = 0;
-  while (s.block_max[static_cast<std::size_t>(b)] != row.max) ++b;
-  int i = b * kBlock;
-  while (row.logits[i] != row.max) ++i;
-  return i;
-}
-
-// Leaves the keys of at least the k first tokens in s.keys, the k first of them in front and the k-th in its
-// place. The k-th largest block maximum bounds the k-th largest logit from below, so few blocks are read.
-FORERUN_INLINE void select_first(const Row& row, int k, SampleScratch& s) {
-  float least = -kInf;
-  if (k <= row.blocks) {
-    s.order = s.block_max;
-    std::nth_element(s.order.begin(), s.order.begin() + (k - 1), s.order.end(), std::greater<>());
-    least = s.order[static_cast<std::size_t>(k - 1)];
-  }
-  s.keys.clear();
-  for (int b = 0; b < row.blocks; ++b) {
-    if (s.block_max[static_cast<std::size_t>(b)] < least) continue;
-    const int first = b * kBlock;
-    const int end = first + block_size(row, b);
-    for (int i = first; i < end; ++i) {
-      if (row.logits[i] >= least) s.keys.push_back(key_of(row.logits[i], i));
-    }
-  }
-  std::nth_element(s.keys.begin(), s.keys.begin() + (k - 1), s.keys.end());
-}
-
-FORERUN_INLINE std::uint64_t mass_of_key(const Row& row, std::uint64_t key) {
-  return mass_of(exp32(scaled(row, token_of(key).logit)));
-}
-
-// The token at which the mass of the sorted tokens reaches p of the whole mass, among those that `cut` keeps.
-FORERUN_INLINE Cut top_p_cut(const Row& row, const Cut& cut, float p, SampleScratch& s) {
-  s.mass.fill(0);
-  alignas(64) std::uint64_t mass[kBlock];
-  alignas(64) std::int32_t bin[kBlock];
-  for (int b = 0; b < row.blocks; ++b) {
-    const float top = s.block_max[static_cast<std::size_t>(b)];
-    if (top < cut.logit || bin_of(scaled(row, top)) == SampleScratch::kBins - 1) continue;
-    const int first = b * kBlock;
-    const float* x = row.logits + first;
-    over_block(block_size(row, b), [&](auto count) __attribute__((always_inline)) {
-      for (int j = 0; j < count; ++j) {
-        const float z = scaled(row, x[j]);
-        bin[j] = bin_of(z);
-        mass[j] = mass_of(select(keeps(cut, x[j], first + j), exp32(z), 0.0f));
-      }
-      for (int j = 0; j < count; ++j) s.mass[static_cast<std::size_t>(bin[j])] += mass[j];
-    });
-  }
-  std::uint64_t total = 0;
-  for (const std::uint64_t m : s.mass) total += m;
-  const double share = std::ceil(static_cast<double>(p) * static_cast<double>(total));
-  const std::uint64_t limit = std::max<std::uint64_t>(1, static_cast<std::uint64_t>(share));
-
-  std::uint64_t before = 0;
-  std::int32_t crossing = 0;
-  while (before + s.mass[static_cast<std::size_t>(crossing)] < limit) {
-    before += s.mass[static_cast<std::size_t>(crossing++)];
-  }
-  s.keys.clear();
-  for (int b = 0; b < row.blocks; ++b) {
-    const float top = s.block_max[static_cast<std::size_t>(b)];
-    if (top < cut.logit || bin_of(scaled(row, top)) > crossing) continue;
-    const int first = b * kBlock;
-    const float* x = row.logits + first;
-    const int count = block_size(row, b);
-    for (int j = 0; j < count; ++j) bin[j] = bin_of(scaled(row, x[j]));
-    for (int j = 0; j < count; ++j) {
-      if (bin[j] == crossing && keeps(cut, x[j], first + j)) s.keys.push_back(key_of(x[j], first + j));
-    }
-  }
-  // Halve the candidates around their median until few are left, then walk them in order.
-  auto low = s.keys.begin();
-  auto high = s.keys.end();
-  while (high - low > 32) {
-    const auto middle = low + (high - low) / 2;
-    std::nth_element(low, middle, high);
-    std::uint64_t left = 0;
-    for (auto k = low; k != middle; ++k) left += mass_of_key(row, *k);
-    if (before + left >= limit) {
-      high = middle;
-    } else {
-      before += left;
-      low = middle;
-    }
-  }
-  std::sort(low, high);
-  while ((before += mass_of_key(row, *low)) < limit) ++low;
-  return token_of(*low);
-}
+using namespace sampling;
 
 // The token of the highest score (scaled logit + noise), lowest id first, among those that the cut and min-p
 // keep. Blocks are bounded by their largest logit and strongest noise; only those that can win are evaluated.
@@ -270,13 +81,7 @@ FORERUN_INLINE int sample_impl(const float* logits, int V, const SampleSpec& spe
   const Row row = scan_row(logits, V, spec.temperature, s);
   if (row.status != 0) return row.status;
   if (spec.temperature == 0.0f) return first_max(row, s);
-  Cut cut;
-  if (spec.top_k > 0 && spec.top_k < V) {
-    select_first(row, spec.top_k, s);
-    cut = token_of(s.keys[static_cast<std::size_t>(spec.top_k - 1)]);
-  }
-  if (spec.top_p < 1.0f) cut = top_p_cut(row, cut, spec.top_p, s);
-  return draw(row, cut, spec.min_p, noise_key(spec.seed, position), s);
+  return draw(row, cut_of(row, spec, s), spec.min_p, noise_key(spec.seed, position), s);
 }
 
 // ln(mass / 2^40) in float64, written out because math libraries differ in the last bit.
@@ -408,68 +213,32 @@ void gumbel_row(std::uint64_t seed, std::uint64_t position, const std::int32_t* 
 
 namespace {
 
-namespace nb = nanobind;
-
-using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Output = nb::ndarray<nb::numpy, T>;
-
-template <class T>
-Output<T> output(std::unique_ptr<T[]> data, std::initializer_list<std::size_t> shape) {
-  nb::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<T*>(p); });
-  return Output<T>(data.release(), shape, owner);
-}
-
-SampleIsa isa_named(const std::string& name) {
-  const SampleIsa isa = name == "auto"       ? SampleIsa::automatic
-                        : name == "baseline" ? SampleIsa::baseline
-                        : name == "avx2"     ? SampleIsa::avx2
-                        : name == "avx512"   ? SampleIsa::avx512
-                                             : throw std::invalid_argument("unknown instruction set: " + name);
-  if (!sample_isa_available(isa)) throw std::invalid_argument("this processor lacks " + name);
-  return isa;
-}
-
-template <class T>
-void expect_rows(const char* name, const Vector<T>& values, std::size_t rows) {
-  if (values.shape(0) != rows) {
-    throw std::invalid_argument(std::string(name) + " has " + std::to_string(values.shape(0)) +
-                                " entries for " + std::to_string(rows) + " rows of logits");
-  }
-}
-
-int vocabulary(const Logits& logits) {
-  constexpr std::size_t most = 1u << 22;  // keeps the sum of masses below 2^63
-  if (logits.shape(1) > most) throw std::invalid_argument("logits have more than 4194304 columns");
-  return static_cast<int>(logits.shape(1));
-}
-
-Output<std::int32_t> sample(Logits logits, Vector<float> temperature, Vector<std::int32_t> top_k,
-                            Vector<float> top_p, Vector<float> min_p, Vector<std::uint64_t> seed,
-                            Vector<std::int64_t> position, const std::string& isa_name) {
-  const std::size_t rows = logits.shape(0);
+Output<std::int32_t> sample(Logits logits, Vector<std::int32_t> rows, Vector<float> temperature,
+                            Vector<std::int32_t> top_k, Vector<float> top_p, Vector<float> min_p,
+                            Vector<std::uint64_t> seed, Vector<std::int64_t> position,
+                            const std::string& isa_name) {
+  const std::size_t R = rows.shape(0);
   const int V = vocabulary(logits);
-  expect_rows("temperature", temperature, rows);
-  expect_rows("top_k", top_k, rows);
-  expect_rows("top_p", top_p, rows);
-  expect_rows("min_p", min_p, rows);
-  expect_rows("seed", seed, rows);
-  expect_rows("position", position, rows);
+  expect_rows_within(rows, logits);
+  expect_rows("temperature", temperature, R);
+  expect_rows("top_k", top_k, R);
+  expect_rows("top_p", top_p, R);
+  expect_rows("min_p", min_p, R);
+  expect_rows("seed", seed, R);
+  expect_rows("position", position, R);
   const SampleIsa isa = isa_named(isa_name);
-  auto tokens = std::make_unique<std::int32_t[]>(rows);
+  auto tokens = std::make_unique<std::int32_t[]>(R);
   {
     nb::gil_scoped_release release;
     SampleScratch scratch;
-    for (std::size_t r = 0; r < rows; ++r) {
+    for (std::size_t r = 0; r < R; ++r) {
       const SampleSpec spec{temperature.data()[r], top_k.data()[r], top_p.data()[r], min_p.data()[r],
                             seed.data()[r]};
-      tokens[r] = sample_row(logits.data() + r * logits.shape(1), V, spec,
+      tokens[r] = sample_row(row_of(logits, rows.data()[r]), V, spec,
                              static_cast<std::uint64_t>(position.data()[r]), scratch, isa);
     }
   }
-  return output(std::move(tokens), {rows});
+  return output(std::move(tokens), {R});
 }
 
 Output<float> gumbel(std::uint64_t seed, std::uint64_t position, Vector<std::int32_t> ids,
@@ -480,14 +249,16 @@ Output<float> gumbel(std::uint64_t seed, std::uint64_t position, Vector<std::int
   return output(std::move(noise), {ids.shape(0)});
 }
 
-std::tuple<Output<std::int32_t>, Output<float>, Output<float>> top_logprobs(Logits logits, int top,
+std::tuple<Output<std::int32_t>, Output<float>, Output<float>> top_logprobs(Logits logits,
+                                                                           Vector<std::int32_t> rows, int top,
                                                                            Vector<std::int32_t> chosen,
                                                                            const std::string& isa_name) {
-  const std::size_t rows = logits.shape(0);
+  const std::size_t R = rows.shape(0);
   const int V = vocabulary(logits);
-  expect_rows("chosen", chosen, rows);
+  expect_rows_within(rows, logits);
+  expect_rows("chosen", chosen, R);
   if (top < 0 || top > V) throw std::invalid_argument("top must be between 0 and the vocabulary size");
-  for (std::size_t r = 0; r < rows; ++r) {
+  for (std::size_t r = 0; r < R; ++r) {
     if (chosen.data()[r] < 0 || chosen.data()[r] >= V) {
       throw std::invalid_argument("chosen[" + std::to_string(r) + "] is " +
                                   std::to_string(chosen.data()[r]) + ", outside the vocabulary of " +
@@ -496,19 +267,19 @@ std::tuple<Output<std::int32_t>, Output<float>, Output<float>> top_logprobs(Logi
   }
   const SampleIsa isa = isa_named(isa_name);
   const std::size_t width = static_cast<std::size_t>(top);
-  auto ids = std::make_unique<std::int32_t[]>(rows * width);
-  auto logprobs = std::make_unique<float[]>(rows * width);
-  auto chosen_logprob = std::make_unique<float[]>(rows);
+  auto ids = std::make_unique<std::int32_t[]>(R * width);
+  auto logprobs = std::make_unique<float[]>(R * width);
+  auto chosen_logprob = std::make_unique<float[]>(R);
   {
     nb::gil_scoped_release release;
     SampleScratch scratch;
-    for (std::size_t r = 0; r < rows; ++r) {
-      logprobs_row(logits.data() + r * logits.shape(1), V, chosen.data()[r], top, ids.get() + r * width,
+    for (std::size_t r = 0; r < R; ++r) {
+      logprobs_row(row_of(logits, rows.data()[r]), V, chosen.data()[r], top, ids.get() + r * width,
                    logprobs.get() + r * width, chosen_logprob.get() + r, scratch, isa);
     }
   }
-  return {output(std::move(ids), {rows, width}), output(std::move(logprobs), {rows, width}),
-          output(std::move(chosen_logprob), {rows})};
+  return {output(std::move(ids), {R, width}), output(std::move(logprobs), {R, width}),
+          output(std::move(chosen_logprob), {R})};
 }
 
 std::vector<std::string> sample_isas() {
@@ -523,15 +294,16 @@ std::vector<std::string> sample_isas() {
 void register_sample(nb::module_& m) {
   // noconvert: an array of another type or layout is refused, not copied.
   const auto array = [](const char* name) { return nb::arg(name).noconvert(); };
-  m.def("sample", &sample, array("logits"), array("temperature"), array("top_k"), array("top_p"),
+  m.def("sample", &sample, array("logits"), array("rows"), array("temperature"), array("top_k"), array("top_p"),
         array("min_p"), array("seed"), array("position"), nb::arg("isa") = "auto",
-        "Tokens int32[R] drawn from logits float32[R, V]; -1: a logit is NaN or +inf, -2: nothing is allowed.");
+        "Tokens int32[R] drawn from rows int32[R] of logits float32[N, V]; -1: a logit is NaN or +inf, "
+        "-2: nothing is allowed.");
   m.def("gumbel", &gumbel, nb::arg("seed"), nb::arg("position"), array("ids"), nb::arg("isa") = "auto",
         "Gumbel noise float32[n] of token ids int32[n] at one position.");
-  m.def("top_logprobs", &top_logprobs, array("logits"), nb::arg("top"), array("chosen"),
+  m.def("top_logprobs", &top_logprobs, array("logits"), array("rows"), nb::arg("top"), array("chosen"),
         nb::arg("isa") = "auto",
-        "(ids int32[R, top], logprobs float32[R, top], chosen_logprob float32[R]) of logits float32[R, V]; "
-        "-1 and NaN in a row that has no distribution.");
+        "(ids int32[R, top], logprobs float32[R, top], chosen_logprob float32[R]) of rows int32[R] of logits "
+        "float32[N, V]; -1 and NaN in a row that has no distribution.");
   m.def("sample_isas", &sample_isas, "Names of the instruction sets that this processor can sample with.");
 }
 

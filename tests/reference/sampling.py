@@ -1,12 +1,18 @@
-"""Sampling as textbooks write it, in float64 with full sorts, and statistics to judge it by."""
+"""Sampling as textbooks write it, in float64 with full sorts, and statistics to judge it by.
+
+`edited` alone is float32: its order of operations is part of what a request is promised.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from forerun.sample import SamplingParams
 
 Floats = npt.NDArray[np.float64]
 
@@ -58,6 +64,37 @@ def probabilities(
         margin = min(margin, float(np.abs(relative - min_p).min()))
         scores[relative < min_p] = -math.inf
     return Reference(softmax(scores), margin)
+
+
+def edited(
+    logits: npt.NDArray[np.float32],
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    banned: Collection[int] = (),
+) -> npt.NDArray[np.float32]:
+    """Logits float32[V] after bias, penalties and the ban of end tokens, token by token from the whole history.
+
+    output: everything generated before this position, drafts on the way to it included.
+    """
+    bias = dict(params.biases)
+    row = logits.copy()
+    with np.errstate(over="ignore"):
+        for token, x in enumerate(logits):
+            if np.float32(bias.get(token, 0)) != 0:
+                x = x + np.float32(bias[token])
+            if np.float32(params.repetition_penalty) != 1 and (token in prompt or token in output):
+                factor = np.float32(params.repetition_penalty)
+                x = x * factor if x < 0 else x / factor
+            count = list(output).count(token)
+            if count and np.float32(params.frequency_penalty) != 0:
+                x = x - np.float32(params.frequency_penalty) * np.float32(count)
+            if count and np.float32(params.presence_penalty) != 0:
+                x = x - np.float32(params.presence_penalty)
+            if token in banned and len(output) < params.min_tokens:
+                x = np.float32(-math.inf)
+            row[token] = x
+    return row
 
 
 def log_softmax(logits: npt.ArrayLike) -> Floats:

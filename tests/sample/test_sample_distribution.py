@@ -31,7 +31,8 @@ def draw(logits: np.ndarray, *, positions=None, seeds=None, **knobs: float) -> n
     """int32[DRAWS] tokens at positions 0, 1, ... of one seed, unless told otherwise."""
     n = DRAWS
     return _native.sample(
-        np.tile(logits, (n, 1)),
+        logits.reshape(1, -1),
+        np.zeros(n, np.int32),
         np.full(n, knobs.get("temperature", 1.0), np.float32),
         np.full(n, knobs.get("top_k", 0), np.int32),
         np.full(n, knobs.get("top_p", 1.0), np.float32),

@@ -18,7 +18,7 @@ TEMPERATURES = [0.0, 1e-37, 1e-6, 0.1, 0.7, 1.0, 1.7, 30.0, 1e6, 3e38]
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Arguments of the native `sample`, one entry a row."""
+    """Arguments of the native `sample` for all rows of `logits` in turn, one entry a row."""
 
     logits: np.ndarray
     temperature: np.ndarray
@@ -29,7 +29,12 @@ class Rows:
     position: np.ndarray
 
     def arguments(self) -> tuple[np.ndarray, ...]:
-        return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+        first, *others = (getattr(self, f.name) for f in dataclasses.fields(self))
+        return (first, np.arange(len(first), dtype=np.int32), *others)
+
+    def taken(self, rows: np.ndarray | slice) -> Rows:
+        """The same arguments for some of the rows, copied."""
+        return Rows(*(np.ascontiguousarray(getattr(self, f.name)[rows]) for f in dataclasses.fields(self)))
 
     def defined(self) -> list[int]:
         """What the NumPy definition draws."""
@@ -77,6 +82,10 @@ def random_logits(rng: np.random.Generator, n: int, V: int) -> np.ndarray:
     for row in np.flatnonzero(kind == 7):
         rows[row, rng.integers(0, V, 3)] += 20
     return rows
+
+
+def every_row(logits: np.ndarray) -> np.ndarray:
+    return np.arange(len(logits), dtype=np.int32)
 
 
 def random_rows(rng: np.random.Generator, n: int, V: int) -> Rows:
@@ -175,7 +184,7 @@ def test_logprobs_equal_the_definition_bit_for_bit(V):
         for row, token, fault in zip(logits, chosen, faults, strict=True)
     ]
     for top, isa in itertools.product({0, 1, min(20, V), most}, ISAS):
-        ids, logprobs, of_chosen = _native.top_logprobs(logits, top, chosen, isa=isa)
+        ids, logprobs, of_chosen = _native.top_logprobs(logits, every_row(logits), top, chosen, isa=isa)
         assert (ids.dtype, logprobs.dtype, of_chosen.dtype) == (np.int32, np.float32, np.float32)
         assert ids.shape == logprobs.shape == (n, top)
         for r, row in enumerate(expected):
@@ -193,11 +202,47 @@ def test_logprobs_equal_the_definition_bit_for_bit(V):
 def test_a_row_is_independent_of_its_neighbours():
     rows = random_rows(np.random.default_rng(5), 60, 333)
     together = _native.sample(*rows.arguments())
-    alone = [_native.sample(*(column[r : r + 1] for column in rows.arguments()))[0] for r in range(60)]
+    alone = [_native.sample(*rows.taken(slice(r, r + 1)).arguments())[0] for r in range(60)]
     assert together.tolist() == alone
     order = np.random.default_rng(6).permutation(60)
-    shuffled = _native.sample(*(np.ascontiguousarray(c[order]) for c in rows.arguments()))
+    shuffled = _native.sample(*rows.taken(order).arguments())
     assert shuffled.tolist() == together[order].tolist()
+
+
+@pytest.mark.parametrize("picked", [[], [59], [3, 58, 0, 17], [7, 7, 7], list(range(60))], ids=str)
+def test_some_rows_of_one_array_are_sampled_in_place(picked):
+    """`rows` says which row of the logits each entry of the other arguments is about; a row may serve twice."""
+    rows = random_rows(np.random.default_rng(5), 60, 333)
+    index = np.array(picked, np.int32)
+    expected = rows.taken(index)
+    for isa in ISAS:
+        drawn = _native.sample(rows.logits, index, *expected.arguments()[2:], isa=isa)
+        assert drawn.tolist() == expected.defined()
+
+
+@pytest.mark.parametrize("picked", [[], [11], [9, 2, 2, 0]], ids=str)
+def test_log_probabilities_of_some_rows_of_one_array(picked):
+    logits = np.random.default_rng(8).standard_normal((12, 200)).astype(np.float32)
+    index = np.array(picked, np.int32)
+    chosen = np.arange(len(picked), dtype=np.int32)
+    for isa in ISAS:
+        ids, logprobs, of_chosen = _native.top_logprobs(logits, index, 5, chosen, isa=isa)
+        for r, row in enumerate(picked):
+            expected = transforms.top_logprobs(logits[row], 5, r)
+            assert ids[r].tolist() == expected.ids.tolist()
+            assert np.array_equal(logprobs[r].view(np.int32), expected.logprobs.view(np.int32))
+            assert of_chosen[r] == expected.chosen
+        assert ids.shape == logprobs.shape == (len(picked), 5)
+
+
+@pytest.mark.parametrize("wrong", [-1, 3, 2**31 - 1, -(2**31)])
+def test_rows_outside_the_logits_are_refused(wrong):
+    good = rows_of(np.zeros((3, 5)))
+    index = np.array([0, wrong, 1], np.int32)
+    with pytest.raises(ValueError, match=rf"rows\[1\] is {wrong}, outside the 3 rows of logits"):
+        _native.sample(good.logits, index, *good.arguments()[2:])
+    with pytest.raises(ValueError, match=rf"rows\[1\] is {wrong}, outside the 3 rows of logits"):
+        _native.top_logprobs(good.logits, index, 1, np.zeros(3, np.int32))
 
 
 def test_greedy_takes_the_lowest_id_on_ties():
@@ -228,11 +273,13 @@ def test_no_rows_and_no_columns():
 
 def test_wrong_arguments_are_refused():
     good = rows_of(np.zeros((2, 5)))
-    for index in range(1, 7):
+    for index in range(2, 8):
         arguments = list(good.arguments())
         arguments[index] = arguments[index][:1]
         with pytest.raises(ValueError, match="1 entries for 2 rows"):
             _native.sample(*arguments)
+    with pytest.raises(TypeError):
+        _native.sample(good.logits, np.arange(2), *good.arguments()[2:])
     with pytest.raises(TypeError):
         _native.sample(good.logits.astype(np.float64), *good.arguments()[1:])
     with pytest.raises(TypeError):
@@ -241,9 +288,11 @@ def test_wrong_arguments_are_refused():
         _native.sample(*good.arguments(), isa="sse")
     chosen = np.array([0, 5], np.int32)
     with pytest.raises(ValueError, match=r"chosen\[1\] is 5, outside the vocabulary of 5 tokens"):
-        _native.top_logprobs(good.logits, 1, chosen)
+        _native.top_logprobs(good.logits, every_row(good.logits), 1, chosen)
     with pytest.raises(ValueError, match="top must be"):
-        _native.top_logprobs(good.logits, 6, chosen[:1].repeat(2))
+        _native.top_logprobs(good.logits, every_row(good.logits), 6, chosen[:1].repeat(2))
+    with pytest.raises(ValueError, match="chosen has 1 entries for 2 rows"):
+        _native.top_logprobs(good.logits, every_row(good.logits), 1, chosen[:1])
 
 
 def test_speed_at_a_large_vocabulary():

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import pickle
+import types
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from forerun.errors import ForerunError, InvalidRequestError
 from forerun.sample import SamplingParams
 from forerun.sample.params import (
+    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
@@ -26,7 +28,9 @@ def test_defaults_are_greedy_and_unseeded():
     params = SamplingParams()
     assert params.greedy
     assert (params.max_tokens, params.seed, params.logprobs) == (16, None, None)
-    assert params.stop_strings == params.stop_token_ids == ()
+    assert params.stop_strings == params.stop_token_ids == params.biases == ()
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert params.verify == "coupled"
     params.validate_against(1)
 
 
@@ -61,6 +65,62 @@ def test_defaults_are_greedy_and_unseeded():
         ("min_p", -0.01),
         ("min_p", 1.01),
         ("min_p", np.float32(np.nan)),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 0.0099),
+        ("repetition_penalty", 100.1),
+        ("repetition_penalty", -1.2),
+        ("repetition_penalty", math.nan),
+        ("repetition_penalty", math.inf),
+        ("repetition_penalty", True),
+        ("repetition_penalty", None),
+        ("repetition_penalty", "1.1"),
+        ("presence_penalty", -2.01),
+        ("presence_penalty", 2.01),
+        ("presence_penalty", math.nan),
+        ("presence_penalty", -math.inf),
+        ("presence_penalty", False),
+        ("presence_penalty", None),
+        ("presence_penalty", [0.5]),
+        ("frequency_penalty", -2.01),
+        ("frequency_penalty", 2.01),
+        ("frequency_penalty", np.float64(np.nan)),
+        ("frequency_penalty", math.inf),
+        ("frequency_penalty", np.bool_(True)),
+        ("frequency_penalty", 10**400),
+        ("frequency_penalty", "0"),
+        ("logit_bias", None),
+        ("logit_bias", 3),
+        ("logit_bias", "12"),
+        ("logit_bias", b"12"),
+        ("logit_bias", {1, 2}),
+        ("logit_bias", [1, 2]),
+        ("logit_bias", [(1, 2, 3)]),
+        ("logit_bias", [(1, 2), (1, 2)]),
+        ("logit_bias", ["12"]),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {2**31: 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", {1.0: 1.0}),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {None: 1.0}),
+        ("logit_bias", {5: 100.1}),
+        ("logit_bias", {5: -100.1}),
+        ("logit_bias", {5: math.nan}),
+        ("logit_bias", {5: -math.inf}),
+        ("logit_bias", {5: True}),
+        ("logit_bias", {5: None}),
+        ("logit_bias", {5: "1"}),
+        ("logit_bias", {5: 1j}),
+        ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
+        ("verify", "exact"),
+        ("verify", "Coupled"),
+        ("verify", ""),
+        ("verify", None),
+        ("verify", True),
+        ("verify", 0),
+        ("verify", ["coupled"]),
+        ("verify", b"coupled"),
+        ("verify", np.array(["coupled"])),
         ("seed", -1),
         ("seed", 2**64),
         ("seed", 0.0),
@@ -125,6 +185,37 @@ def test_edges_of_the_ranges_are_allowed():
     assert (params.top_p, params.min_p, params.seed) == (0.0, 1.0, 2**64 - 1)
     assert math.copysign(1, SamplingParams(temperature=-0.0).temperature) == 1
     assert len(SamplingParams(stop=["x" * MAX_STOP_LENGTH]).stop) == 1
+    for sign in (-1, 1):
+        params = SamplingParams(presence_penalty=2 * sign, frequency_penalty=2.0 * sign, logit_bias={0: 100 * sign})
+        assert (params.presence_penalty, params.frequency_penalty, params.biases) == (
+            2 * sign,
+            2 * sign,
+            ((0, 100 * sign),),
+        )
+    assert [SamplingParams(repetition_penalty=r).repetition_penalty for r in (0.01, 100)] == [0.01, 100.0]
+    assert math.copysign(1, SamplingParams(presence_penalty=-0.0).presence_penalty) == 1
+    assert len(SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)).biases) == MAX_LOGIT_BIAS
+    assert SamplingParams(verify="rejection").verify == "rejection"
+
+
+def test_refused_logit_bias_names_the_token():
+    with pytest.raises(InvalidRequestError, match=r"^logit_bias\[7\]=101 is not allowed; .* from -100 to 100"):
+        SamplingParams(logit_bias={3: 1, 7: 101})
+    with pytest.raises(InvalidRequestError, match=r"7 is there twice"):
+        SamplingParams(logit_bias=[(7, 1.0), (7, 2.0)])
+
+
+def test_logit_bias_is_stored_as_pairs_by_token_id():
+    given = {9: 1, 2: np.float32(-0.5), np.int64(5): -0.0}
+    params = SamplingParams(logit_bias=given)
+    given[9] = 50
+    assert params.logit_bias == params.biases == ((2, -0.5), (5, 0.0), (9, 1.0))
+    assert all(type(token) is int and type(bias) is float for token, bias in params.biases)
+    assert params == SamplingParams(logit_bias=[(5, 0), (9, 1), (2, -0.5)])
+    assert hash(params) == hash(SamplingParams(logit_bias={5: 0, 2: -0.5, 9: 1}))
+    assert params != SamplingParams(logit_bias={2: -0.5, 5: 0, 9: 2})
+    assert SamplingParams(logit_bias={}) == SamplingParams()
+    assert SamplingParams(logit_bias=types.MappingProxyType({3: 1.0})).biases == ((3, 1.0),)
 
 
 def test_numpy_scalars_become_python_numbers():
@@ -134,6 +225,11 @@ def test_numpy_scalars_become_python_numbers():
         top_k=np.uint8(4),
         top_p=np.float64(0.25),
         min_p=np.int32(0),
+        repetition_penalty=np.float32(1.5),
+        presence_penalty=np.int8(-2),
+        frequency_penalty=np.float64(0.25),
+        logit_bias={np.int32(8): np.float32(0.5)},
+        verify=np.str_("rejection"),
         seed=np.uint64(2**64 - 1),
         ignore_eos=np.bool_(True),
         stop_token_ids=np.array([7, 7, 5]),
@@ -144,6 +240,11 @@ def test_numpy_scalars_become_python_numbers():
         temperature=0.5,
         top_k=4,
         top_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-2,
+        frequency_penalty=0.25,
+        logit_bias={8: 0.5},
+        verify="rejection",
         seed=2**64 - 1,
         ignore_eos=True,
         stop_token_ids=(7, 5),
@@ -152,7 +253,7 @@ def test_numpy_scalars_become_python_numbers():
     assert params == expected
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
-        assert type(value) in (int, float, bool, tuple, type(None)), field.name
+        assert type(value) in (int, float, bool, str, tuple, type(None)), field.name
     assert all(type(i) is int for i in params.stop_token_ids)
 
 
@@ -176,6 +277,9 @@ def test_vocabulary():
     SamplingParams(stop_token_ids=[99], logprobs=100).validate_against(100)
     with pytest.raises(InvalidRequestError, match=r"stop_token_ids contains 100; .* 0 to 99"):
         SamplingParams(stop_token_ids=[3, 100]).validate_against(100)
+    SamplingParams(logit_bias={99: 1, 0: 1}).validate_against(100)
+    with pytest.raises(InvalidRequestError, match=r"logit_bias contains 100; .* 0 to 99"):
+        SamplingParams(logit_bias={100: 1, 0: 1}).validate_against(100)
     with pytest.raises(InvalidRequestError, match="logprobs=101"):
         SamplingParams(logprobs=101).validate_against(100)
 
@@ -188,6 +292,11 @@ def test_vocabulary():
         top_k=st.integers(0, 2**31 - 1),
         top_p=st.floats(0, 1),
         min_p=st.floats(0, 1),
+        repetition_penalty=st.floats(0.01, 100),
+        presence_penalty=st.floats(-2, 2),
+        frequency_penalty=st.floats(-2, 2),
+        logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=4),
+        verify=st.sampled_from(["coupled", "rejection"]),
         seed=st.none() | st.integers(0, 2**64 - 1),
         min_tokens=st.integers(0, 50),
         stop=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=9), max_size=5),
@@ -212,6 +321,8 @@ _ANYTHING = st.one_of(
     st.text(),
     st.binary(),
     st.lists(st.floats()),
+    st.dictionaries(st.integers() | st.text(), st.floats() | st.none()),
+    st.lists(st.tuples(st.integers(), st.floats())),
 )
 
 

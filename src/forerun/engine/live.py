@@ -71,7 +71,7 @@ class LiveRequest:
         """Whether the next token can't be chosen by taking the largest score alone."""
         if not self.params.greedy or self.params.logprobs is not None:
             return True
-        return self.edits is not None and self.edits.applies(0)
+        return self.edits is not None and self.edits.applies(1)
 
     def started(self, now: float) -> None:
         """Notes the first step that ran the request."""

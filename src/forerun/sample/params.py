@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -15,9 +15,14 @@ MAX_STOP_STRINGS: Final = 64
 MAX_STOP_TOKEN_IDS: Final = 1024
 MAX_STOP_LENGTH: Final = 1024
 MAX_LOGPROBS: Final = 1024
+MAX_LOGIT_BIAS: Final = 65536
+"""The most entries of `logit_bias`."""
 
 _INT32_MAX: Final = 2**31 - 1
 _UINT64_MAX: Final = 2**64 - 1
+
+Verify = Literal["coupled", "rejection"]
+"""How drafts of a sampled request are verified (forerun.verify)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +30,21 @@ class SamplingParams:
     """How a request's tokens are chosen and when it ends.
 
     Values are normalised on creation (NumPy scalars to Python's, sequences to tuples without
-    duplicates).
+    duplicates, `logit_bias` to pairs in order of token id).
 
     max_tokens: the most tokens to generate; None goes on to the end of the model's context.
     temperature: 0 is greedy; otherwise logits are divided by it.
     top_k, top_p, min_p: which tokens stay, in this order, after temperature
         (forerun.sample.transforms says exactly how); 0, 1.0 and 0.0 switch them off.
+    repetition_penalty: makes the tokens of prompt and output less likely (above 1) or more (below
+        1), however often they occurred; 1.0 switches it off.
+    presence_penalty, frequency_penalty: are subtracted from the logits of the output's tokens,
+        once, and once per occurrence; the prompt doesn't count. 0.0 switches them off.
+    logit_bias: token id -> what is added to its logit. The penalties and the bias change logits
+        before temperature, at temperature 0 too (forerun.sample.edits says exactly how).
+    verify: how drafts are verified when the temperature is above 0. "coupled": the text is the one
+        that the seed gives without speculation. "rejection": the text has the same distribution,
+        but isn't that text.
     seed: with the prompt and these parameters it determines the text. None: the engine draws one
         for each request.
     min_tokens: no end token and no stop takes effect before this many tokens.
@@ -38,8 +52,8 @@ class SamplingParams:
     stop_token_ids: generation ends after one of these tokens, as after the model's end tokens.
     ignore_eos: the model's end tokens don't end the text.
     logprobs: None for none, 0 for the chosen token's, n for the n most probable ones beside it;
-        they are log-probabilities of the model's raw distribution, before temperature and the
-        rest.
+        they are log-probabilities of the model's raw distribution, before bias, penalties,
+        temperature and the rest.
     include_stop_str_in_output: whether the text keeps the stop string that ended it.
     skip_special_tokens: whether special tokens are left out of the text.
 
@@ -51,6 +65,11 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    verify: Verify = "coupled"
     seed: int | None = None
     min_tokens: int = 0
     stop: str | Sequence[str] = ()
@@ -68,8 +87,13 @@ class SamplingParams:
             store("max_tokens", _integer("max_tokens", self.max_tokens, 1, _INT32_MAX, "or None"))
         store("temperature", _temperature(self.temperature))
         store("top_k", _integer("top_k", self.top_k, 0, _INT32_MAX, "where 0 switches it off"))
-        store("top_p", _fraction("top_p", self.top_p, "where 1 switches it off"))
-        store("min_p", _fraction("min_p", self.min_p, "where 0 switches it off"))
+        store("top_p", _number("top_p", self.top_p, 0, 1, 1))
+        store("min_p", _number("min_p", self.min_p, 0, 1, 0))
+        store("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.01, 100, 1))
+        for penalty in ("presence_penalty", "frequency_penalty"):
+            store(penalty, _number(penalty, getattr(self, penalty), -2, 2, 0))
+        store("logit_bias", _logit_bias(self.logit_bias))
+        store("verify", _choice("verify", self.verify, "coupled", "rejection"))
         if self.seed is not None:
             store("seed", _integer("seed", self.seed, 0, _UINT64_MAX, "or None"))
         store("min_tokens", _integer("min_tokens", self.min_tokens, 0, _INT32_MAX))
@@ -94,13 +118,22 @@ class SamplingParams:
         """`stop` as a tuple, whichever way it was given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs (token id, bias) by ascending id, whichever way it was given."""
+        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        return tuple(pairs)
+
     def validate_against(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` if a token id or `logprobs` doesn't fit the vocabulary."""
-        for token_id in self.stop_token_ids:
-            if token_id >= vocab_size:
+        for field, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", [token_id for token_id, _ in self.biases]),
+        ):
+            largest = max(ids, default=0)
+            if largest >= vocab_size:
                 raise InvalidRequestError(
-                    f"stop_token_ids contains {token_id}; expected ids from 0 to {vocab_size - 1}, "
-                    "the model's vocabulary"
+                    f"{field} contains {largest}; expected ids from 0 to {vocab_size - 1}, the model's vocabulary"
                 )
         if self.logprobs is not None and self.logprobs > vocab_size:
             raise InvalidRequestError(
@@ -136,12 +169,12 @@ def _real(field: str, value: object, expected: str) -> float:
         raise _refuse(field, value, expected) from None
 
 
-def _fraction(field: str, value: object, note: str) -> float:
-    expected = f"a number from 0 to 1, {note}"
+def _number(field: str, value: object, low: float, high: float, off: float) -> float:
+    expected = f"a number from {low} to {high}, where {off} switches it off"
     number = _real(field, value, expected)
-    if not 0.0 <= number <= 1.0:
+    if not low <= number <= high:
         raise _refuse(field, value, expected)
-    return number
+    return number + 0.0  # -0.0 becomes 0.0
 
 
 def _temperature(value: object) -> float:
@@ -157,6 +190,31 @@ def _boolean(field: str, value: object) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise _refuse(field, value, "True or False")
     return bool(value)
+
+
+def _choice(field: str, value: object, *allowed: str) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise _refuse(field, value, " or ".join(repr(name) for name in allowed))
+    return str(value)
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    expected = "a mapping from token ids to numbers from -100 to 100"
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    if not isinstance(value, tuple | list):
+        raise _refuse("logit_bias", value, expected)
+    if len(value) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(f"logit_bias has {len(value)} entries; expected at most {MAX_LOGIT_BIAS}")
+    biases: dict[int, float] = {}
+    for pair in value:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise _refuse("logit_bias", value, expected)
+        token_id = _integer("logit_bias", pair[0], 0, _INT32_MAX, "as token id")
+        if token_id in biases:
+            raise _refuse("logit_bias", value, f"each token id once, but {token_id} is there twice")
+        biases[token_id] = _number(f"logit_bias[{token_id}]", pair[1], -100, 100, 0)
+    return tuple(sorted(biases.items()))
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:

@@ -1,6 +1,8 @@
 """From logits to a token: the readable definition that the native kernel equals bit for bit.
 
-The transforms run in Hugging Face's order, each on what the one before it kept:
+What the request's history does to the logits comes first, at temperature 0 too: logit bias, repetition
+penalty, frequency and presence penalty, end tokens before min_tokens (forerun.sample.edits). Then the
+transforms run in Hugging Face's order, each on what the one before it kept:
 
 1. **temperature**: z = (logit - max logit) / temperature, in float32. Subtracting the maximum
    first changes no probability, and keeps differences exact when the temperature is tiny.
@@ -20,7 +22,7 @@ kernel may find the crossing token without sorting the vocabulary. Tokens of wei
 (z < -28.4) have no mass; a vocabulary of 2^18 such tokens together would change the total by 2^-23
 of the largest weight at most.
 
-Logprobs are those of the model itself: log-softmax of the raw logits, before any transform.
+Logprobs are those of the model itself: log-softmax of the raw logits, before any edit or transform.
 """
 
 from __future__ import annotations
