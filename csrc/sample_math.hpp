@@ -27,6 +27,13 @@ FORERUN_INLINE std::uint64_t mix64(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
+enum class Stream : std::uint64_t { token = 0, accept = 1, residual = 2, draft = 3 };
+
+FORERUN_INLINE std::uint64_t stream_seed(std::uint64_t seed, Stream stream) {
+  constexpr std::uint64_t step = 0xD1B54A32D192ED03u;
+  return stream == Stream::token ? seed : mix64(seed + static_cast<std::uint64_t>(stream) * step);
+}
+
 FORERUN_INLINE NoiseKey noise_key(std::uint64_t seed, std::uint64_t position) {
   constexpr std::uint64_t golden = 0x9E3779B97F4A7C15u;
   const std::uint64_t key = mix64(mix64(seed + golden) + position * golden);
@@ -103,6 +110,11 @@ FORERUN_INLINE float exp32(float z) {
 FORERUN_INLINE std::uint64_t mass_of(float weight) {
   const double shifted = static_cast<double>(weight) * 0x1p40 + 0x1p52;
   return std::bit_cast<std::uint64_t>(shifted) - 0x4330000000000000u;
+}
+
+// The float of an integer below 2^52.
+FORERUN_INLINE double float_of(std::uint64_t mass) {
+  return std::bit_cast<double>(mass | 0x4330000000000000u) - 0x1p52;
 }
 
 }  // namespace forerun

@@ -5,9 +5,9 @@
 // candidates; tokens are compared before anything is believed.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <string>
@@ -22,7 +22,8 @@ namespace forerun {
 using Token = std::int32_t;
 using Slot = std::uint32_t;
 
-inline constexpr int kMaxMatch = 32;  // matches are measured up to this many tokens
+inline constexpr int kMaxMatch = 32;            // matches are measured up to this many tokens
+inline constexpr std::size_t kMaxLevels = 32;  // context lengths of one index
 
 // Hashes of the contexts that end at `last`, for ascending lengths. `have` tokens lie at and before `last`; returns how
 // many of the lengths fit into them.
@@ -84,8 +85,8 @@ class SuffixStore {
   const std::vector<int>& lengths() const { return lengths_; }
   int scope_of(const std::string& scope) const;  // -1: no text of it here
   std::uint64_t salt(int scope) const;
-  Slot head(std::size_t level, std::uint32_t hash) const { return heads_[level * n_slots_ + bucket(hash)]; }
-  Slot earlier(Slot slot, std::size_t level) const { return older_[slot * lengths_.size() + level]; }
+  Slot latest(std::size_t level, std::uint32_t hash) const { return heads_[level * n_slots_ + bucket(hash)]; }
+  Slot earlier(Slot slot, std::size_t level) const { return links_[slot * lengths_.size() + level].older; }
   Token token(Slot slot) const { return tokens_[slot]; }
   Slot next(Slot slot) const {
     if ((slot + 1) % kPage != 0 && slot % kPage + 1 < pages_[slot / kPage].count) return slot + 1;
@@ -110,6 +111,9 @@ class SuffixStore {
     std::uint32_t length;
     std::uint64_t stamp;
   };
+  struct Link {  // in a chain; both ways, so that a text can leave from the middle
+    Slot older, newer;
+  };
   struct Scope {
     int id;
     std::size_t texts;
@@ -120,8 +124,16 @@ class SuffixStore {
   template <class T>
   using Array = std::unique_ptr<T[], Free>;
 
-  static constexpr std::size_t kScopeBytes = 160;  // a scope's record; each has a page at least
+  static constexpr std::size_t kScopeBytes = 256;  // bound of a scope's record; every scope has a page
   std::size_t page_bytes() const;
+  // Where the chains of tokens [from, to) begin, and how many levels each has. Neighbours in a chain lie anywhere in
+  // memory, so that texts come and go in small batches, whose places are fetched together.
+  static constexpr std::size_t kBatch = 32;
+  struct Batch {
+    std::size_t levels[kBatch];
+    Slot head[kBatch][kMaxLevels];
+  };
+  void locate(int scope, const Token* tokens, std::size_t from, std::size_t to, Batch& batch) const;
   std::size_t bucket(std::uint32_t hash) const { return (std::uint64_t(hash) * n_slots_) >> 32; }
   void reserve();
   void add(int scope, const Token* tokens, std::size_t n);
@@ -139,8 +151,8 @@ class SuffixStore {
   Slot free_ = 0, untouched_ = 1;  // list of pages given back; pages from here on were never used
   Slot newest_ = 0, oldest_ = 0;   // by use
   Array<Token> tokens_;
-  Array<Slot> older_, newer_;  // [slot][level], doubly linked: a text can leave from the middle of its chains
-  Array<Slot> heads_;          // [level][bucket]
+  Array<Link> links_;  // [slot][level]
+  Array<Slot> heads_;  // [level][bucket]
   Array<Page> pages_;
   std::map<std::string, Scope> scopes_;
   std::vector<std::string> names_;  // by scope id
@@ -163,9 +175,9 @@ struct SuffixTree {
   std::vector<double> confidence;
 };
 
-// The most probable continuations, best first. `store` may be null.
+// The most probable continuations, best first. `store` may be null; `doubt` multiplies every escape.
 SuffixTree propose_suffix(const SuffixText& text, SuffixStore* store, const std::string& scope, int budget,
-                          const SuffixRule& rule);
+                          const SuffixRule& rule, double doubt);
 
 void register_suffix(nanobind::module_& m);
 

@@ -1,5 +1,6 @@
 """Native kernels of Forerun; use forerun.ops."""
 
+import builtins
 from collections.abc import Sequence
 
 import numpy
@@ -7,6 +8,7 @@ from numpy.typing import NDArray
 
 def sample(
     logits: NDArray[numpy.float32],
+    rows: NDArray[numpy.int32],
     temperature: NDArray[numpy.float32],
     top_k: NDArray[numpy.int32],
     top_p: NDArray[numpy.float32],
@@ -16,19 +18,119 @@ def sample(
     isa: str = "auto",
 ) -> NDArray[numpy.int32]:
     """
-    Tokens int32[R] drawn from logits float32[R, V]; -1: a logit is NaN or +inf, -2: nothing is allowed.
+    Tokens int32[R] drawn from rows int32[R] of logits float32[N, V]; -1: a logit is NaN or +inf, -2: nothing is
+    allowed.
     """
 
 def gumbel(seed: int, position: int, ids: NDArray[numpy.int32], isa: str = "auto") -> NDArray[numpy.float32]:
     """Gumbel noise float32[n] of token ids int32[n] at one position."""
 
 def top_logprobs(
-    logits: NDArray[numpy.float32], top: int, chosen: NDArray[numpy.int32], isa: str = "auto"
+    logits: NDArray[numpy.float32],
+    rows: NDArray[numpy.int32],
+    top: int,
+    chosen: NDArray[numpy.int32],
+    isa: str = "auto",
 ) -> tuple[NDArray[numpy.int32], NDArray[numpy.float32], NDArray[numpy.float32]]:
-    """(ids int32[R, top], logprobs float32[R, top], chosen_logprob float32[R]) of logits float32[R, V]."""
+    """
+    (ids int32[R, top], logprobs float32[R, top], chosen_logprob float32[R]) of rows int32[R] of logits float32[N, V].
+    """
+
+def reject(
+    logits: NDArray[numpy.float32],
+    rows: NDArray[numpy.int32],
+    temperature: NDArray[numpy.float32],
+    top_k: NDArray[numpy.int32],
+    top_p: NDArray[numpy.float32],
+    min_p: NDArray[numpy.float32],
+    seed: NDArray[numpy.uint64],
+    position: NDArray[numpy.int64],
+    child_start: NDArray[numpy.int32],
+    child_tokens: NDArray[numpy.int32],
+    q: NDArray[numpy.float32],
+    child_q: NDArray[numpy.int32],
+    isa: str = "auto",
+) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
+    """
+    (choice int32[R], token int32[R]): rejection sampling of the children of one node a row, at rows int32[R] of logits
+    float32[N, V]; the definition is forerun.verify.node. Row r's children are child_tokens[child_start[r]:child_start[r
+    + 1]], each drawn from row child_q of q float32[Q, V], or chosen (-1). choice: the accepted one's index among them,
+    or -1; token: its token or the target's own, as in sample.
+    """
 
 def sample_isas() -> list[str]:
     """Names of the instruction sets that this processor can sample with."""
+
+class SuffixText:
+    """A growing text, indexed by contexts of a few lengths."""
+
+    def __init__(self, lengths: Sequence[int]) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    def follow(self, tokens: Sequence[int]) -> None:
+        """
+        Become `tokens`: cut to their number if longer, append those that are missing. The beginning isn't compared.
+        """
+
+    def truncate(self, n_tokens: int) -> None: ...
+    def copy(self) -> SuffixText: ...
+    def latest(self, most: int) -> tuple[list[int], int]:
+        """
+        (continuation of the latest earlier occurrence of the longest indexed context, tokens that agree before it).
+        """
+
+class SuffixRule:
+    """What a proposal is judged by."""
+
+    def __init__(
+        self,
+        escape: Sequence[float],
+        shared_weight: float,
+        min_survival: float,
+        max_depth: int,
+        own_limit: int,
+        shared_limit: int,
+    ) -> None: ...
+
+class SuffixStore:
+    """Finished texts by scope, under a memory cap; the least recently used one leaves first."""
+
+    def __init__(self, lengths: Sequence[int], max_bytes: int) -> None: ...
+    def insert(self, scope: builtins.bytes, tokens: Sequence[int]) -> None: ...
+    def clear(self) -> None:
+        """Forget all texts and give the memory back."""
+
+    def documents(self, scope: builtins.bytes) -> list[list[int]]:
+        """The texts of a scope as they are kept, in the order in which they came."""
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError where the books disagree."""
+
+    @property
+    def max_bytes(self) -> int: ...
+    @property
+    def bytes(self) -> int:
+        """Memory reserved, 0 before the first text."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of the pages that hold texts."""
+
+    @property
+    def n_tokens(self) -> int: ...
+    @property
+    def n_documents(self) -> int: ...
+    @property
+    def n_scopes(self) -> int: ...
+    @property
+    def evicted(self) -> int:
+        """Texts that had to leave, in all."""
+
+def propose_suffix(
+    text: SuffixText, store: SuffixStore | None, scope: bytes, budget: int, rule: SuffixRule, doubt: float = 1.0
+) -> tuple[list[int], list[int], list[float]]:
+    """(tokens, parents, confidence) of the most probable continuations, best first."""
 
 def physical_cores() -> int: ...
 def instruction_set(name: str) -> str: ...

@@ -1,5 +1,8 @@
 """What a drafter is, and the tree of tokens that it proposes."""
 
+# Methods that return None say so: type checkers take a protocol's empty ones for abstract.
+# ruff: noqa: ARG002, RET501
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -112,6 +115,9 @@ class Drafter(Protocol):
 
     name: str
     """Names its counts; a `DraftTree.drafter` that is empty is filled with it."""
+    setup_seconds: float = 0.0
+    """Time spent so far on what is done once for a request, such as running its prompt through a model of the drafter's
+    own. It is no part of what a draft costs."""
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[DraftTree]:
         """One tree for each row, in the same order; empty where there is nothing to propose."""
@@ -119,18 +125,24 @@ class Drafter(Protocol):
 
     def begin(self, key: int, scope: str | None) -> None:
         """A request starts. Text of one `scope` must never show in the drafts of another; None is a scope, too."""
+        return None
 
     def observe(self, key: int, tree: DraftTree, accepted: Sequence[int]) -> None:
         """What became of the tree that was verified: indices of the accepted nodes, root to leaf."""
+        return None
 
     def truncate(self, key: int, n_tokens: int) -> None:
         """The request goes back to its first `n_tokens` tokens; what was learnt of later ones is forgotten."""
+        return None
 
     def fork(self, key: int, child: int) -> None:
         """A second request continues from the same tokens."""
+        return None
 
     def free(self, key: int, tokens: Sequence[int]) -> None:
         """The request has ended with these tokens; everything kept for it alone is given back."""
+        return None
 
     def close(self) -> None:
         """The engine is gone; memory and threads are given back."""
+        return None

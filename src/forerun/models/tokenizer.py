@@ -80,6 +80,11 @@ class Tokenizer:
         return cls(_vocabulary_from_folder(path))
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        """What it was made of, read only: the token of every id as the file writes it, and its kind."""
+        return self._vocabulary
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids, unused ones included."""
         return len(self._vocabulary.texts)

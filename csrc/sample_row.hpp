@@ -1,0 +1,216 @@
+// One row of logits: its faults, the order of its tokens, and which of them the transforms of a request keep. Shared by
+// sampling and verification; the readable definition is src/forerun/sample/transforms.py.
+#pragma once
+
+#include "sample.hpp"
+#include "sample_math.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <type_traits>
+
+namespace forerun::sampling {
+
+constexpr int kBlock = 64;  // tokens whose largest logit and strongest noise are bounded together
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+// Non-decreasing as the logit falls. Tokens of the last bin (z < -31.9) have no mass.
+FORERUN_INLINE std::int32_t bin_of(float z) {
+  const float position = -z * 32.0f;
+  constexpr float last = SampleScratch::kBins - 1;
+  return static_cast<std::int32_t>(position < last ? position : last);
+}
+
+// -- order of tokens: logit descending, id ascending, as the ascending order of 64-bit keys
+
+struct Cut {  // the last token that is kept
+  float logit = -kInf;
+  std::int32_t id = std::numeric_limits<std::int32_t>::max();
+};
+
+FORERUN_INLINE bool keeps(const Cut& cut, float logit, std::int32_t id) {
+  return (logit > cut.logit) | ((logit == cut.logit) & (id <= cut.id));
+}
+
+FORERUN_INLINE std::uint64_t key_of(float logit, std::int32_t id) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(logit + 0.0f);  // -0 and 0 are one value
+  const std::uint32_t ascending = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return static_cast<std::uint64_t>(~ascending) << 32 | static_cast<std::uint32_t>(id);
+}
+
+FORERUN_INLINE Cut token_of(std::uint64_t key) {
+  const std::uint32_t ascending = ~static_cast<std::uint32_t>(key >> 32);
+  const std::uint32_t bits = ascending & 0x80000000u ? ascending & 0x7FFFFFFFu : ~ascending;
+  return {std::bit_cast<float>(bits), static_cast<std::int32_t>(static_cast<std::uint32_t>(key))};
+}
+
+// -- one row
+
+struct Row {
+  const float* logits;
+  int V;
+  int blocks;
+  float max;
+  float temperature;
+  int status;
+};
+
+FORERUN_INLINE int block_size(const Row& row, int block) {
+  const int left = row.V - block * kBlock;
+  return left < kBlock ? left : kBlock;
+}
+
+FORERUN_INLINE float scaled(const Row& row, float logit) {
+  return (logit - row.max) / row.temperature;
+}
+
+// Calls body(constant or variable count): whole blocks get a count that the compiler can unroll.
+template <class Body>
+FORERUN_INLINE void over_block(int count, Body&& body) {
+  if (count == kBlock) {
+    body(std::integral_constant<int, kBlock>{});
+  } else {
+    body(count);
+  }
+}
+
+// Block maxima, the row's maximum and its faults. Floats are compared as integers in the same order (negative
+// ones with their other bits flipped), a reduction that the compiler may reorder; NaNs lie beyond the infinities.
+FORERUN_INLINE Row scan_row(const float* logits, int V, float temperature, SampleScratch& s) {
+  Row row{logits, V, (V + kBlock - 1) / kBlock, -kInf, temperature, 0};
+  s.block_max.resize(static_cast<std::size_t>(row.blocks));
+  constexpr std::int32_t plus_inf = 0x7F800000;
+  constexpr std::int32_t minus_inf = -plus_inf - 1;
+  std::int32_t highest = minus_inf;
+  std::int32_t lowest = plus_inf;
+  for (int b = 0; b < row.blocks; ++b) {
+    const float* x = logits + b * kBlock;
+    std::int32_t high = std::numeric_limits<std::int32_t>::min();
+    over_block(block_size(row, b), [&](auto count) __attribute__((always_inline)) {
+      for (int j = 0; j < count; ++j) {
+        const std::int32_t bits = std::bit_cast<std::int32_t>(x[j]);
+        const std::int32_t key = bits ^ ((bits >> 31) & 0x7FFFFFFF);
+        high = key > high ? key : high;
+        lowest = key < lowest ? key : lowest;
+      }
+    });
+    s.block_max[static_cast<std::size_t>(b)] = std::bit_cast<float>(high ^ ((high >> 31) & 0x7FFFFFFF));
+    highest = high > highest ? high : highest;
+  }
+  row.max = std::bit_cast<float>(highest ^ ((highest >> 31) & 0x7FFFFFFF));
+  if (highest >= plus_inf || lowest < minus_inf) {
+    row.status = kSampleNotFinite;
+  } else if (highest == minus_inf) {
+    row.status = kSampleNothingAllowed;
+  }
+  return row;
+}
+
+FORERUN_INLINE int first_max(const Row& row, const SampleScratch& s) {
+  int b = 0;
+  while (s.block_max[static_cast<std::size_t>(b)] != row.max) ++b;
+  int i = b * kBlock;
+  while (row.logits[i] != row.max) ++i;
+  return i;
+}
+
+// Leaves the keys of at least the k first tokens in s.keys, the k first of them in front and the k-th in its
+// place. The k-th largest block maximum bounds the k-th largest logit from below, so few blocks are read.
+FORERUN_INLINE void select_first(const Row& row, int k, SampleScratch& s) {
+  float least = -kInf;
+  if (k <= row.blocks) {
+    s.order = s.block_max;
+    std::nth_element(s.order.begin(), s.order.begin() + (k - 1), s.order.end(), std::greater<>());
+    least = s.order[static_cast<std::size_t>(k - 1)];
+  }
+  s.keys.clear();
+  for (int b = 0; b < row.blocks; ++b) {
+    if (s.block_max[static_cast<std::size_t>(b)] < least) continue;
+    const int first = b * kBlock;
+    const int end = first + block_size(row, b);
+    for (int i = first; i < end; ++i) {
+      if (row.logits[i] >= least) s.keys.push_back(key_of(row.logits[i], i));
+    }
+  }
+  std::nth_element(s.keys.begin(), s.keys.begin() + (k - 1), s.keys.end());
+}
+
+FORERUN_INLINE std::uint64_t mass_of_key(const Row& row, std::uint64_t key) {
+  return mass_of(exp32(scaled(row, token_of(key).logit)));
+}
+
+// The token at which the mass of the sorted tokens reaches p of the whole mass, among those that `cut` keeps.
+FORERUN_INLINE Cut top_p_cut(const Row& row, const Cut& cut, float p, SampleScratch& s) {
+  s.mass.fill(0);
+  alignas(64) std::uint64_t mass[kBlock];
+  alignas(64) std::int32_t bin[kBlock];
+  for (int b = 0; b < row.blocks; ++b) {
+    const float top = s.block_max[static_cast<std::size_t>(b)];
+    if (top < cut.logit || bin_of(scaled(row, top)) == SampleScratch::kBins - 1) continue;
+    const int first = b * kBlock;
+    const float* x = row.logits + first;
+    over_block(block_size(row, b), [&](auto count) __attribute__((always_inline)) {
+      for (int j = 0; j < count; ++j) {
+        const float z = scaled(row, x[j]);
+        bin[j] = bin_of(z);
+        mass[j] = mass_of(select(keeps(cut, x[j], first + j), exp32(z), 0.0f));
+      }
+      for (int j = 0; j < count; ++j) s.mass[static_cast<std::size_t>(bin[j])] += mass[j];
+    });
+  }
+  std::uint64_t total = 0;
+  for (const std::uint64_t m : s.mass) total += m;
+  const double share = std::ceil(static_cast<double>(p) * static_cast<double>(total));
+  const std::uint64_t limit = std::max<std::uint64_t>(1, static_cast<std::uint64_t>(share));
+
+  std::uint64_t before = 0;
+  std::int32_t crossing = 0;
+  while (before + s.mass[static_cast<std::size_t>(crossing)] < limit) {
+    before += s.mass[static_cast<std::size_t>(crossing++)];
+  }
+  s.keys.clear();
+  for (int b = 0; b < row.blocks; ++b) {
+    const float top = s.block_max[static_cast<std::size_t>(b)];
+    if (top < cut.logit || bin_of(scaled(row, top)) > crossing) continue;
+    const int first = b * kBlock;
+    const float* x = row.logits + first;
+    const int count = block_size(row, b);
+    for (int j = 0; j < count; ++j) bin[j] = bin_of(scaled(row, x[j]));
+    for (int j = 0; j < count; ++j) {
+      if (bin[j] == crossing && keeps(cut, x[j], first + j)) s.keys.push_back(key_of(x[j], first + j));
+    }
+  }
+  // Halve the candidates around their median until few are left, then walk them in order.
+  auto low = s.keys.begin();
+  auto high = s.keys.end();
+  while (high - low > 32) {
+    const auto middle = low + (high - low) / 2;
+    std::nth_element(low, middle, high);
+    std::uint64_t left = 0;
+    for (auto k = low; k != middle; ++k) left += mass_of_key(row, *k);
+    if (before + left >= limit) {
+      high = middle;
+    } else {
+      before += left;
+      low = middle;
+    }
+  }
+  std::sort(low, high);
+  while ((before += mass_of_key(row, *low)) < limit) ++low;
+  return token_of(*low);
+}
+
+// What top-k and top-p keep of a row without faults at a temperature above 0.
+FORERUN_INLINE Cut cut_of(const Row& row, const SampleSpec& spec, SampleScratch& s) {
+  Cut cut;
+  if (spec.top_k > 0 && spec.top_k < row.V) {
+    select_first(row, spec.top_k, s);
+    cut = token_of(s.keys[static_cast<std::size_t>(spec.top_k - 1)]);
+  }
+  return spec.top_p < 1.0f ? top_p_cut(row, cut, spec.top_p, s) : cut;
+}
+
+}  // namespace forerun::sampling

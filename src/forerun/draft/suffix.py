@@ -1,0 +1,185 @@
+"""Suffix drafting: propose the continuations that this text and finished ones most often took, as a tree.
+
+The idea is SuffixDecoding's (Oliaro et al., arXiv 2411.04975): look up the longest suffixes of the context in the
+request's own text and in a store of finished texts, count what followed, and propose a tree whose nodes are the most
+probable ones, as many as are likely enough to be accepted. What differs is how texts are indexed and how counts become
+probabilities.
+
+**Index.** Hash chains, as in LZ77 compressors, instead of a suffix tree or automaton: for contexts of 1, 2, 4, 8 and 16
+tokens a table leads to the latest occurrence and each occurrence to the one before. Appending a token costs one step a
+length, and so does taking it back, which an automaton can't do cheaply; memory per token is fixed; a text leaves the
+store by unlinking its tokens; and the latest occurrences come first, which are the ones to believe. A proposal reads
+`own_limit` occurrences of the own text and `shared_limit` of the store at most, so its cost doesn't grow with either.
+Tokens are compared on every hit, up to 32 backwards; a hash collision costs a look and proposes nothing.
+
+**Probabilities.** As in prediction by partial matching (Cleary and Witten 1984; escapes by the number of different
+continuations: method C, Moffat 1990). Occurrences are classed by the length of the context that they share with the
+node, 16 and more down to 1. A class with total weight n, of which c went on with token x, and k different tokens gives
+x the part c / (n + e k) of what longer contexts left open and leaves e k / (n + e k) to shorter ones; e falls with the
+length. Counts include those of longer contexts; a class without occurrences of its own is passed over. Going down the
+tree a token makes every context that still agrees one longer. An occurrence in the store counts less than one in the
+own text, and where two continuations are equally likely the one of the longer context, then of the own text, then the
+later one comes first. The children of a node are found by sorting its occurrences, nodes are taken in the order of
+their survival (the product of the probabilities on their path), and those under `min_survival` are not proposed. The
+factor on e that each request learns from its accepted drafts is in `doubt.py`.
+
+**Store.** Texts lie in pages of one reserved area; the least recently used one (proposed from, or put in) leaves first.
+Scopes have hash chains of their own, and an occurrence counts only if its text belongs to the asking scope. The
+beginning of a text that its scope holds already in stretches of 64 tokens or more is not kept twice, so that neither
+the same instructions before every request nor a conversation that comes back longer fill the store. It takes about
+70 bytes a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from forerun import _native
+from forerun.draft.base import NO_DRAFT, Drafter, DraftRow, DraftTree
+from forerun.draft.doubt import updated_doubt
+from forerun.errors import ConfigurationError
+
+LENGTHS = (1, 2, 4, 8, 16)
+"""Context lengths that are indexed, in tokens."""
+
+ESCAPES = (2.0, 1.0, 0.6, 0.2, 0.06)
+"""How many occurrences after a context of each of these lengths, all going on alike, are believed as much as not.
+Chosen by log loss on program code, edits of code, articles and chat; halving or doubling one changes it by a few
+percent."""
+
+SHARED_WEIGHT = 0.5
+"""An occurrence in a finished text counts as this many in the request's own."""
+
+MIN_SHARED_BYTES = 1 << 16
+"""The smallest store: less doesn't hold a page of text for every list that it needs."""
+
+MAX_NODES = 63
+"""Nodes of a tree at most: its ancestor masks have 64 bits and the root takes one."""
+
+
+class _State:
+    """What is kept for one request: the index of its text (from its first proposal on), its scope and its doubt."""
+
+    __slots__ = ("doubt", "scope", "text")
+
+    def __init__(self, scope: bytes, text: _native.SuffixText | None, doubt: float) -> None:
+        self.scope = scope
+        self.text = text
+        self.doubt = doubt
+
+
+class SuffixDrafter(Drafter):
+    """Proposes a tree of the continuations seen most often in the request's own text and in finished ones of its scope.
+
+    Args:
+        shared: keep finished texts for later requests of the same scope.
+        shared_bytes: the most memory that all of them may take, at least 65,536; reserved when the first text comes,
+            used as texts arrive.
+        min_survival: a node is proposed if its estimated probability of being reached and accepted is at least this.
+        max_depth: the longest path of a tree, 1 to 63.
+        own_limit, shared_limit: occurrences that a proposal may use, of the own text and of the store.
+
+    Raises:
+        ConfigurationError: a value is out of its range.
+    """
+
+    name = "suffix"
+
+    def __init__(
+        self,
+        *,
+        shared: bool = True,
+        shared_bytes: int = 64 << 20,
+        min_survival: float = 0.1,
+        max_depth: int = MAX_NODES,
+        own_limit: int = 64,
+        shared_limit: int = 32,
+    ) -> None:
+        if not 0 < min_survival <= 1:
+            raise ConfigurationError(f"min_survival must be above 0 and at most 1, got {min_survival}")
+        if not 1 <= max_depth <= MAX_NODES:
+            raise ConfigurationError(f"max_depth must be from 1 to {MAX_NODES}, got {max_depth}")
+        if not (1 <= own_limit <= 4096 and 1 <= shared_limit <= 4096):
+            raise ConfigurationError(
+                f"own_limit and shared_limit must be from 1 to 4096, got {own_limit} and {shared_limit}"
+            )
+        if shared and shared_bytes < MIN_SHARED_BYTES:
+            raise ConfigurationError(
+                f"shared_bytes must be at least {MIN_SHARED_BYTES}, got {shared_bytes}; shared=False keeps no texts"
+            )
+        self._rule = _native.SuffixRule(ESCAPES, SHARED_WEIGHT, min_survival, max_depth, own_limit, shared_limit)
+        self._store = _native.SuffixStore(LENGTHS, shared_bytes) if shared else None
+        self._states: dict[int, _State] = {}
+
+    @property
+    def n_requests(self) -> int:
+        """Requests that something is kept for."""
+        return len(self._states)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of all requests' own indexes."""
+        return sum(state.text.bytes for state in self._states.values() if state.text is not None)
+
+    @property
+    def store(self) -> _native.SuffixStore | None:
+        """The finished texts, None if they aren't kept. To look at its counts and limits."""
+        return self._store
+
+    def begin(self, key: int, scope: str | None) -> None:
+        """A request starts; it sees finished texts of `scope` only."""
+        self._states[key] = _State(scope_key(scope), None, 1.0)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
+        """A tree of at most `budget` nodes for each row; empty where nothing is likely enough."""
+        return [self._propose(row) for row in rows]
+
+    def _propose(self, row: DraftRow) -> DraftTree:
+        state = self._states[row.key]
+        text = state.text
+        if text is None:
+            text = state.text = _native.SuffixText(LENGTHS)
+        text.follow(row.tokens)
+        budget = min(row.budget, MAX_NODES)
+        tokens, parents, confidence = _native.propose_suffix(
+            text, self._store, state.scope, budget, self._rule, state.doubt
+        )
+        return DraftTree(tokens, parents, confidence, drafter=self.name) if tokens else NO_DRAFT
+
+    def observe(self, key: int, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Drafts of a request grow longer as they are accepted, and shorter as they aren't."""
+        if tree.drafter in ("", self.name):
+            state = self._states[key]
+            state.doubt = updated_doubt(state.doubt, tree, accepted)
+
+    def truncate(self, key: int, n_tokens: int) -> None:
+        """Forgets the request's tokens from `n_tokens` on."""
+        text = self._states[key].text
+        if text is not None:
+            text.truncate(n_tokens)
+
+    def fork(self, key: int, child: int) -> None:
+        """Copies the request's index."""
+        state = self._states[key]
+        text = None if state.text is None else state.text.copy()
+        self._states[child] = _State(state.scope, text, state.doubt)
+
+    def free(self, key: int, tokens: Sequence[int]) -> None:
+        """Gives the request's index back and puts its text into the store."""
+        state = self._states.pop(key)
+        if self._store is not None:
+            self._store.insert(state.scope, tokens)
+
+    def close(self) -> None:
+        """Gives everything back, finished texts included."""
+        self._states.clear()
+        if self._store is not None:
+            self._store.clear()
+
+
+def scope_key(scope: str | None) -> bytes:
+    """The name of a scope inside the store: short whatever its length, and different for different scopes."""
+    if scope is None:
+        return b""
+    return blake2b(scope.encode("utf-8", "surrogatepass"), digest_size=16).digest()
