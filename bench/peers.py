@@ -14,6 +14,8 @@ first changes from round to round. Figures are medians over all turns.
   Forerun's time includes choosing the most probable token of each, llama.cpp's does not.
 - prefill: a prompt from nothing to the scores of its last token.
 - decode: greedy steps of one sequence, or of several in one batch, after `context` tokens each.
+
+Forerun drafts nothing here; peers_tasks.py compares the two with drafts, on whole answers.
 """
 
 from __future__ import annotations

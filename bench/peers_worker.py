@@ -1,4 +1,4 @@
-"""The worker processes of peers.py: one engine each, that answers JSON lines over its pipes.
+"""The worker processes of peers.py and peers_tasks.py: one engine each, that answers JSON lines over its pipes.
 
 Run by the Python that has the engine: `python peers_worker.py forerun` or `... llama.cpp`. All
 times are wall-clock seconds.
@@ -6,10 +6,13 @@ times are wall-clock seconds.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import time
+from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 UBATCH = 512
@@ -26,24 +29,21 @@ class Forerun:
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
         import forerun
         from forerun import ops
-        from forerun.cli.bench import file_hash
         from forerun.cli.bench_probe import ForwardProbe
-        from forerun.cli.models import pull_progress
+        from forerun.cli.bench_setup import file_hash
         from forerun.engine.engine import Engine
         from forerun.measure import passage, speed
-        from forerun.models.download import resolve
 
         plan = request["plan"]
         context, rows, batch = plan["context"], max(plan["rows"]), max(plan["batches"])
-        path = resolve(request["model"], progress=pull_progress())
-        if path.is_dir():
-            raise WorkerError(f"{path} is a folder; both engines read only .gguf files")
+        path = _gguf(request["model"])
         sequence = context + plan["decode"] + 64
         self._engine = Engine(
             path,
             kv_tokens=batch * sequence + 2 * plan["prefill"] + context + rows + 64,
             threads=request["threads"],
             max_rows=max(32, batch),
+            draft="none",
         )
         if self._engine.config.context_length < max(sequence, plan["prefill"] + 1):
             raise WorkerError(f"the model's context of {self._engine.config.context_length} is too short")
@@ -86,6 +86,67 @@ class Forerun:
         prompts = self._prompts[: request["batch"]]
         seconds, tokens = run_steps(self._engine, prompts, request["steps"])
         return {"seconds": [seconds], "tokens": tokens}
+
+    def load_tasks(self, request: dict[str, Any]) -> dict[str, Any]:
+        """An engine for tasks, and their prompts as tokens, ready for the other engine, too."""
+        import forerun
+        from forerun import SamplingParams, ops
+        from forerun.cli.bench_setup import file_hash
+        from forerun.cli.bench_speculate import TaskRunner
+        from forerun.engine.engine import Engine
+        from forerun.measure import speed
+        from forerun.measure.tasks import read_tasks
+
+        most = request["max_tokens"]
+        tasks = [
+            task._replace(max_tokens=min(most, task.max_tokens or most))
+            for task in read_tasks(Path(request["tasks"]), request["limit"])
+        ]
+        path = _gguf(request["model"])
+        self._engine = Engine(
+            path,
+            # A token has at least one byte; the template adds a few.
+            kv_tokens=max(len(task.prompt.encode()) for task in tasks) + most + 1024,
+            threads=request["threads"],
+            prefix_cache=False,
+            draft=request["draft"],
+            draft_len=request["draft_len"],
+        )
+        self._runner = TaskRunner(self._engine, SamplingParams())
+        self._tasks = {task.task_id: task for task in tasks if self._runner.fits(task)}
+        if not self._tasks:
+            raise WorkerError("no task fits the model's context")
+        tape = self._engine.executor.tape
+        return {
+            "path": str(path.resolve()),
+            "sha256": file_hash(request["model"], path),
+            "cpu": speed.cpu_name(),
+            "physical_cores": ops.physical_cores(),
+            "threads": tape.threads,
+            "version": f"forerun {forerun.__version__} ({tape.isa})",
+            "ends": sorted(self._engine.tokenizer.eos_ids),
+            "tasks": [
+                {
+                    "task_id": task.task_id,
+                    "category": task.category,
+                    "tokens": self._runner.prompt(task),
+                    "max_tokens": task.max_tokens,
+                }
+                for task in self._tasks.values()
+            ],
+        }
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One task's answer; "way" is "speculation" or "plain"."""
+        task = self._tasks[request["task_id"]]
+        task = task._replace(max_tokens=request["max_tokens"])
+        trial = self._runner.trial([task], request["way"] == "speculation")
+        run = trial.runs[0]
+        return {
+            "seconds": trial.seconds,
+            "first_token_seconds": run.first_token_seconds,
+            "tokens": list(run.token_ids),
+        }
 
 
 class LlamaCpp:
@@ -151,6 +212,73 @@ class LlamaCpp:
         self._forget(context, size)
         return {"seconds": [seconds], "tokens": produced}
 
+    def load_tasks(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One model for both ways: plain decoding through the C API, drafts through the Python binding's own loop."""
+        import llama_cpp
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        self._api = llama_cpp
+        self._threads = request["threads"]
+        self._ends = frozenset(request["ends"])
+        longest = max(len(task["tokens"]) + task["max_tokens"] for task in request["tasks"])
+        length = -(-(longest + 64) // 256) * 256
+        self._lookup = LlamaPromptLookupDecoding
+        # Only with logits_all is there room for the scores of drafts beyond the first batch.
+        self._llama = llama_cpp.Llama(
+            request["path"],
+            n_ctx=length,
+            n_batch=UBATCH,
+            n_ubatch=UBATCH,
+            n_threads=self._threads,
+            n_threads_batch=self._threads,
+            logits_all=True,
+            draft_model=LlamaPromptLookupDecoding(),
+            verbose=False,
+        )
+        self._model = self._llama.model
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._batch = llama_cpp.llama_batch_init(UBATCH, 0, 1)
+        self._plain = self._context(1, length)
+        info = llama_cpp.llama_print_system_info().decode()
+        return {"version": f"llama-cpp-python {llama_cpp.__version__} ({info.strip()})"}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One greedy answer from nothing; "way" is "plain" or "lookup N", with N draft tokens."""
+        way, _, drafts = request["way"].partition(" ")
+        chosen = (
+            self._drafted(request["tokens"], int(drafts)) if way == "lookup" else self._undrafted(request["tokens"])
+        )
+        tokens: list[int] = []
+        began = time.perf_counter()
+        first = began
+        for token in chosen:
+            if not tokens:
+                first = time.perf_counter()
+            tokens.append(token)
+            if token in self._ends or len(tokens) == request["max_tokens"]:
+                break
+        seconds = time.perf_counter() - began
+        chosen.close()
+        return {"seconds": seconds, "first_token_seconds": first - began, "tokens": tokens}
+
+    def _undrafted(self, prompt: list[int]) -> Generator[int, None, None]:
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._plain), True)
+        last = len(prompt) - 1
+        for start in range(0, len(prompt), UBATCH):
+            part = range(start, min(start + UBATCH, len(prompt)))
+            self._decode(self._plain, [(prompt[at], at, 0, at == last) for at in part])
+        for position in itertools.count(len(prompt)):
+            token = self._best(self._plain, -1)
+            yield token
+            self._decode(self._plain, [(token, position, 0, True)])
+
+    def _drafted(self, prompt: list[int], drafts: int) -> Generator[int, None, None]:
+        self._llama.draft_model = self._lookup(num_pred_tokens=drafts)
+        # Forgets the last prompt, so that no part of this one is found in the cache.
+        self._llama.reset()
+        found: Generator[int, None, None] = self._llama.generate(prompt, temp=0.0, repeat_penalty=1.0)
+        return found
+
     def _context(self, sequences: int, length: int) -> Any:
         api = self._api
         settings = api.llama_context_default_params()
@@ -204,6 +332,17 @@ class LlamaCpp:
 
         scores = self._api.llama_get_logits_ith(context, index)
         return int(np.ctypeslib.as_array(scores, shape=(self._vocabulary,)).argmax())
+
+
+def _gguf(model: str) -> Path:
+    """The file of a model that both engines can read."""
+    from forerun.cli.models import pull_progress
+    from forerun.models.download import resolve
+
+    path = resolve(model, progress=pull_progress())
+    if path.is_dir():
+        raise WorkerError(f"{path} is a folder; both engines read only .gguf files")
+    return path
 
 
 def _log_errors(level: int, text: bytes, _data: object) -> None:

@@ -107,7 +107,8 @@ def test_the_answer_is_the_engines(capsys: pytest.CaptureFixture[str], engine: E
     prompt, answer = len(expected.prompt_token_ids), len(expected.token_ids)
     pattern = (
         rf"prompt {prompt} tokens at \d+/s, output {answer} tokens at [\d.]+/s, "
-        rf"first token after [\d.]+ s, finish: {expected.finish_reason}\n"
+        rf"first token after [\d.]+ s, (no drafts|drafts: \d+ of \d+ accepted, [\d.]+ tokens a step), "
+        rf"finish: {expected.finish_reason}\n"
     )
     assert re.fullmatch(pattern, errors)
 
@@ -121,11 +122,11 @@ def test_a_system_message_goes_first(capsys: pytest.CaptureFixture[str], engine:
 
 
 def test_json_says_everything(capsys: pytest.CaptureFixture[str], engine: Engine, model: str) -> None:
-    found = call_json(capsys, "--raw", "one two", "-m", model, "--max-tokens", "5", "--seed", "9")
+    found = call_json(capsys, "--raw", "one two", "-m", model, "--max-tokens", "5", "--seed", "9", "--no-speculate")
     expected = engine.generate("one two", SamplingParams(max_tokens=5, seed=9))[0]
     assert list(found) == [
         "model", "text", "token_ids", "finish_reason", "seed", "prompt_tokens", "output_tokens",
-        "stats",
+        "stats", "speculation",
     ]  # fmt: skip
     assert found["model"] == model
     assert found["text"] == expected.text
@@ -362,7 +363,8 @@ def test_an_interrupt_ends_the_answer_cleanly(
         return result
 
     monkeypatch.setattr(owner, within, interrupted)
-    flags = ["--raw", "the", "-m", model, "--max-tokens", "100", "--ignore-eos"]
+    # Without drafts: a step is a token.
+    flags = ["--raw", "the", "-m", model, "--max-tokens", "100", "--ignore-eos", "--draft", "none"]
     code, output, errors = call(capsys, *flags, *["--json"] * as_json)
     monkeypatch.setattr(owner, within, original)
     assert code == 130

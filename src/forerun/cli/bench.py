@@ -1,46 +1,33 @@
-"""`forerun bench`: how fast a model runs on this machine, step by step and in batches."""
+"""`forerun bench`: how fast a model runs on this machine, step by step, in batches, and with drafts."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
 
-import forerun
 from forerun import ops
-from forerun.cli.models import pull_progress
-from forerun.errors import InvalidRequestError
+from forerun.cli import bench_speculate
+from forerun.cli.bench_setup import (
+    BLOCK,
+    JSON,
+    MODEL,
+    THREADS,
+    check_room,
+    open_engine,
+    print_setup,
+    print_table,
+    progress_shown,
+    setup_of,
+    slots_for,
+)
 from forerun.measure import passage, speed
-from forerun.models.catalog import Catalog, CatalogEntry
-from forerun.models.download import resolve, status
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from forerun.engine.engine import Engine
-
-_BLOCK = 16
 _DECODE_STEPS = 4
 _MAX_ROWS = 1024
 _MAX_BATCH = 256
-
-_MODEL = typer.Option(
-    None,
-    "--model",
-    "-m",
-    metavar="MODEL",
-    help="Catalog name, .gguf file or Hugging Face folder; none means the default model.",
-)
-_THREADS = typer.Option(None, "--threads", min=1, max=256, help="Threads; by default one per physical core.")
-_JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
 def register(app: typer.Typer) -> None:
@@ -56,6 +43,7 @@ def register(app: typer.Typer) -> None:
         "decode",
         help="Time prefill and generation of equal requests that start together, by batch size.",
     )(_decode)
+    group.command("speculate", help=bench_speculate.HELP)(bench_speculate.speculate)
     app.add_typer(group, name="bench")
 
 
@@ -65,28 +53,28 @@ def _root(context: typer.Context) -> None:
 
 
 def _step(
-    model: str | None = _MODEL,
+    model: str | None = MODEL,
     rows: str = typer.Option("1,2,4,5,8,16,32", "--rows", metavar="M,M,...", help="Tokens per forward."),
     context: int = typer.Option(128, "--context", min=1, max=1 << 20, help="Tokens in the cache before them."),
     repeats: int = typer.Option(20, "--repeats", min=1, max=10_000, help="Rounds; each times every M once."),
-    threads: int | None = _THREADS,
-    as_json: bool = _JSON,
+    threads: int | None = THREADS,
+    as_json: bool = JSON,
 ) -> None:
     from forerun.cli.bench_probe import ForwardProbe, run_decode_steps
 
     widths = _numbers(rows, "--rows", _MAX_ROWS)
     # For the forwards, and for a request that decodes behind as long a context.
-    slots = _slots(context + max(widths)) + _slots(context + _DECODE_STEPS + 1)
-    engine, name, path = _open(model, slots, threads, rows=max(widths), prefix_cache=True)
-    _check_room(engine, max(context + max(widths), context + _DECODE_STEPS + 1))
+    slots = slots_for(context + max(widths)) + slots_for(context + _DECODE_STEPS + 1)
+    engine, name, path = open_engine(model, slots, threads, rows=max(widths), prefix_cache=True, draft="none")
+    check_room(engine, max(context + max(widths), context + _DECODE_STEPS + 1))
     ids = engine.tokenizer.encode(passage.PASSAGE)
     tokens = passage.excerpt(ids, 0, context + max(widths))
     used = engine.executor.tape.threads
     command = ["step", "-m", name, "--rows", ",".join(map(str, widths))]
     command += ["--context", str(context), "--repeats", str(repeats), "--threads", str(used)]
-    with ForwardProbe(engine, tokens, context) as probe, _rounds_shown() as on_round:
+    with ForwardProbe(engine, tokens, context) as probe, progress_shown() as show:
         report = speed.measure_steps(
-            _setup(engine, name, path, command),
+            setup_of(engine, name, path, command),
             context=context,
             rows=widths,
             repeats=repeats,
@@ -94,7 +82,7 @@ def _step(
             decode_steps=partial(run_decode_steps, engine, tokens[:context], _DECODE_STEPS),
             n_decode_steps=_DECODE_STEPS,
             read_bandwidth=partial(ops.read_bandwidth, used, repeats=2),
-            on_round=on_round,
+            on_round=lambda turn, turns: show(f"round {turn} of {turns}"),
         )
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
@@ -103,36 +91,36 @@ def _step(
 
 
 def _decode(
-    model: str | None = _MODEL,
+    model: str | None = MODEL,
     batch: str = typer.Option("1,8", "--batch", metavar="B,B,...", help="Requests at a time."),
     prompt_tokens: int = typer.Option(128, "--prompt-tokens", min=1, max=1 << 20, help="Tokens of each prompt."),
     max_tokens: int = typer.Option(128, "--max-tokens", min=1, max=1 << 20, help="Tokens that each request generates."),
     repeats: int = typer.Option(3, "--repeats", min=1, max=10_000, help="Rounds; each runs every batch size once."),
-    threads: int | None = _THREADS,
-    as_json: bool = _JSON,
+    threads: int | None = THREADS,
+    as_json: bool = JSON,
 ) -> None:
     from forerun.cli.bench_probe import run_batch
 
     batches = _numbers(batch, "--batch", _MAX_BATCH)
-    slots = max(batches) * _slots(prompt_tokens + max_tokens)
-    engine, name, path = _open(model, slots, threads, rows=max(batches), prefix_cache=False)
-    _check_room(engine, prompt_tokens + max_tokens)
+    slots = max(batches) * slots_for(prompt_tokens + max_tokens)
+    engine, name, path = open_engine(model, slots, threads, rows=max(batches), prefix_cache=False, draft="none")
+    check_room(engine, prompt_tokens + max_tokens)
     ids = engine.tokenizer.encode(passage.PASSAGE)
     prompts = passage.distinct_prompts(ids, max(batches), prompt_tokens)
     command = ["decode", "-m", name, "--batch", ",".join(map(str, batches))]
     command += ["--prompt-tokens", str(prompt_tokens), "--max-tokens", str(max_tokens)]
     command += ["--repeats", str(repeats), "--threads", str(engine.executor.tape.threads)]
     # The first forward maps weights and starts threads.
-    run_batch(engine, [prompts[0][:_BLOCK]], 2)
-    with _rounds_shown() as on_round:
+    run_batch(engine, [prompts[0][:BLOCK]], 2)
+    with progress_shown() as show:
         report = speed.measure_decode(
-            _setup(engine, name, path, command),
+            setup_of(engine, name, path, command),
             batches=batches,
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
             repeats=repeats,
             trial=lambda size: run_batch(engine, prompts[:size], max_tokens),
-            on_round=on_round,
+            on_round=lambda turn, turns: show(f"round {turn} of {turns}"),
         )
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
@@ -151,74 +139,8 @@ def _numbers(text: str, option: str, most: int) -> list[int]:
     return numbers
 
 
-def _open(
-    model: str | None, slots: int, threads: int | None, *, rows: int, prefix_cache: bool
-) -> tuple[Engine, str, Path]:
-    from forerun.engine.engine import Engine
-
-    name = model if model is not None else Catalog.load().default
-    path = resolve(name, progress=pull_progress())
-    engine = Engine(
-        path,
-        kv_tokens=slots,
-        threads=threads,
-        max_rows=max(32, rows),
-        max_step_tokens=max(512, rows),
-        prefix_cache=prefix_cache,
-    )
-    return engine, name, path
-
-
-def _slots(tokens: int) -> int:
-    """KV for one sequence of that length: whole blocks, and one that admission keeps in reserve."""
-    return (-(-tokens // _BLOCK) + 1) * _BLOCK
-
-
-def _check_room(engine: Engine, tokens: int) -> None:
-    context = engine.config.context_length
-    if tokens > context:
-        raise InvalidRequestError(
-            f"this needs sequences of {tokens} tokens, but the model's context holds {context}; ask for fewer"
-        )
-
-
-def _setup(engine: Engine, name: str, path: Path, command: Sequence[str]) -> speed.Setup:
-    tape = engine.executor.tape
-    return speed.Setup(
-        model=name,
-        sha256=file_hash(name, path),
-        architecture=engine.config.architecture,
-        weight_bytes=engine.executor.weight_bytes,
-        cpu=speed.cpu_name(),
-        physical_cores=ops.physical_cores(),
-        logical_cpus=speed.logical_cpus(),
-        isa=tape.isa,
-        threads=tape.threads,
-        forerun=forerun.__version__,
-        command=shlex.join(["forerun", "bench", *command]),
-    )
-
-
-def file_hash(name: str, path: Path) -> str:
-    """The model's SHA-256: the catalog's where the cache's marker vouches for it, else computed."""
-    entry: CatalogEntry | None = Catalog.load().entries.get(name)
-    if entry is not None and entry.path == path and status(entry).state == "present":
-        return entry.sha256
-    return speed.model_sha256(path)
-
-
-@contextmanager
-def _rounds_shown() -> Iterator[speed.OnRound]:
-    """Shows the round on a terminal's standard error; says nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda _turn, _turns: None
-        return
-    with Console(stderr=True).status("measuring") as shown:
-        yield lambda turn, turns: shown.update(f"round {turn} of {turns}")
-
-
 def _print_steps(report: speed.StepReport) -> None:
-    _print_setup(report.setup)
+    print_setup(report.setup)
     typer.echo(
         f"read bandwidth {report.read_gb_per_s:.1f} GB/s (best {report.read_gb_per_s_best:.1f}), "
         f"{report.context} tokens in the cache, medians of {report.repeats} rounds"
@@ -235,7 +157,7 @@ def _print_steps(report: speed.StepReport) -> None:
                 f"{row.bandwidth_share:.0%}",
             )
         )
-    _print_table(rows)
+    print_table(rows)
     typer.echo(
         f"a decode step of the engine: {report.decode_step_ms:.2f} ms, "
         f"{report.outside_native_share:.1%} of it outside native code"
@@ -243,7 +165,7 @@ def _print_steps(report: speed.StepReport) -> None:
 
 
 def _print_decode(report: speed.DecodeReport) -> None:
-    _print_setup(report.setup)
+    print_setup(report.setup)
     typer.echo(
         f"{report.prompt_tokens} prompt tokens and {report.max_tokens} output tokens per request, "
         f"medians of {report.repeats} rounds"
@@ -257,20 +179,4 @@ def _print_decode(report: speed.DecodeReport) -> None:
         )
         decode = ["-" if figure is None else f"{figure:.1f}" for figure in figures]
         rows.append([str(row.batch), f"{row.prefill_tokens_per_s:.1f}", *decode])
-    _print_table(rows)
-
-
-def _print_setup(setup: speed.Setup) -> None:
-    typer.echo(f"{setup.model}, {setup.architecture}, {setup.weight_bytes / 1e6:.0f} MB of weights")
-    typer.echo(f"sha256 {setup.sha256}")
-    typer.echo(
-        f"{setup.cpu}, {setup.physical_cores} cores, {setup.isa}, {setup.threads} threads, forerun {setup.forerun}"
-    )
-    typer.echo(setup.command)
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        typer.echo("  ".join(cells))
+    print_table(rows)

@@ -113,12 +113,12 @@ def run_steps(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> G
 
 
 class _Batch:
-    """Greedy requests that no end token ends, for as long as the scope lasts."""
+    """Greedy requests without drafts that no end token ends, for as long as the scope lasts."""
 
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         self._engine = engine
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        self._handles = [engine.submit(prompt, params) for prompt in prompts]
+        self._handles = [engine.submit(prompt, params, speculate=False) for prompt in prompts]
         found = [engine.scheduler.get(handle.request_id) for handle in self._handles]
         self.requests: list[Request] = [request for request in found if request is not None]
 

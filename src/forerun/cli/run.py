@@ -8,23 +8,25 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import typer
 from rich.console import Console
 
+from forerun.cli import run_view
+from forerun.cli.draft_options import DRAFT, DRAFT_LENGTH, draft_warnings, engine_options
 from forerun.cli.models import pull_progress
 from forerun.errors import CacheError, ForerunError, InvalidRequestError
 from forerun.models.catalog import Catalog
 from forerun.models.download import resolve
-from forerun.sample.params import SamplingParams
+from forerun.sample.params import SamplingParams, Verify
 
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine
-    from forerun.engine.output import RequestOutput, RequestStats
+    from forerun.engine.output import Piece, RequestOutput, RequestStats
 
 _PATIENCE_SECONDS = 2.0
 
@@ -43,7 +45,14 @@ pipe or a file, and to its end: give it /dev/null where it must not be. The text
 model's chat template; --raw continues it instead, character for character as given.
 
 The answer goes to standard output as it grows; statistics and notices go to standard error. Ctrl-C
-ends the answer (exit code 130)."""
+ends the answer (exit code 130).
+
+Drafts make the answer come sooner and never change it (but --verify rejection, which keeps only its
+distribution). --show-drafts colours text on a terminal: accepted drafts green, the model's
+correction of a wrong draft yellow, its bonus after a right one cyan. Elsewhere, or with NO_COLOR
+set, they stand in brackets: <+accepted+> <!correction!> <*bonus*>. --trace tells on standard error
+for each step how the number of draft tokens was chosen; if the answer goes to the same terminal,
+after its end."""
 
 
 def register(app: typer.Typer) -> None:
@@ -80,11 +89,31 @@ def _run(
     top_k: int = typer.Option(0, "--top-k", help="Sample from the k most probable; 0 from all."),
     top_p: float = typer.Option(1.0, "--top-p", help="Sample from this much probability."),
     min_p: float = typer.Option(0.0, "--min-p", help="Least probability, as a share of the highest."),
+    repetition_penalty: float = typer.Option(
+        1.0, "--repetition-penalty", help="Above 1: tokens of prompt and answer become less likely."
+    ),
+    presence_penalty: float = typer.Option(
+        0.0, "--presence-penalty", help="Subtracted from the score of every token of the answer so far."
+    ),
+    frequency_penalty: float = typer.Option(
+        0.0, "--frequency-penalty", help="Subtracted once for each time that a token is in the answer so far."
+    ),
     seed: int | None = typer.Option(None, "--seed", help="Gives the same sampled text again."),
     stop: list[str] | None = typer.Option(
         None, "--stop", metavar="TEXT", help="End the answer where this appears; repeatable."
     ),
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on where the model would end the answer."),
+    draft: str = DRAFT,
+    draft_len: str = DRAFT_LENGTH,
+    speculate: bool = typer.Option(True, "--speculate/--no-speculate", help="Whether drafts are made for this answer."),
+    verify: str = typer.Option(
+        "coupled",
+        "--verify",
+        metavar="coupled|rejection",
+        help="With a temperature: keep the very text that the seed gives, or only its distribution.",
+    ),
+    show_drafts: bool = typer.Option(False, "--show-drafts", help="Mark accepted, corrected and bonus tokens."),
+    trace: bool = typer.Option(False, "--trace", help="Say for each step why it drafted as it did."),
     kv_tokens: int = typer.Option(8192, "--kv-tokens", min=16, help="Tokens of prompt and answer that fit in memory."),
     threads: int | None = typer.Option(
         None, "--threads", min=1, max=256, help="Threads; by default one per physical core."
@@ -93,6 +122,9 @@ def _run(
 ) -> None:
     if raw and system is not None:
         raise typer.BadParameter("--system needs the chat template, which --raw leaves out")
+    if show_drafts and as_json:
+        raise typer.BadParameter("--show-drafts marks the text as it streams, which --json leaves out")
+    settings = engine_options(draft, draft_len)
     try:
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -100,6 +132,10 @@ def _run(
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            verify=cast(Verify, verify),  # checked there
             seed=seed,
             min_tokens=min_tokens,
             stop=stop or (),
@@ -113,16 +149,19 @@ def _run(
 
     from forerun.engine.engine import Engine
 
-    try:
-        engine = Engine(path, kv_tokens=kv_tokens, threads=threads)
-    except CacheError as error:
-        # The cache only saves time: an answer doesn't wait for a writable disk.
-        typer.echo(f"forerun: {error.args[0]}\nforerun: packing the weights in memory instead", err=True)
-        engine = Engine(path, kv_tokens=kv_tokens, threads=threads, cache_weights=False)
-    ids = _prompt_ids(engine, name, text, system=system, raw=raw)
-    output, interrupted = _answer(engine, ids, params, silent=as_json)
+    with draft_warnings(_note):
+        try:
+            engine = Engine(path, kv_tokens=kv_tokens, threads=threads, **settings)
+        except CacheError as error:
+            # The cache only saves time: an answer doesn't wait for a writable disk.
+            typer.echo(f"forerun: {error.args[0]}\nforerun: packing the weights in memory instead", err=True)
+            engine = Engine(path, kv_tokens=kv_tokens, threads=threads, cache_weights=False, **settings)
+        ids = _prompt_ids(engine, name, text, system=system, raw=raw)
+        view = _View(engine, len(ids), silent=as_json, show_drafts=show_drafts, trace=trace)
+        output, interrupted = _answer(engine, ids, params, view, speculate=speculate)
     if as_json:
-        typer.echo(json.dumps(_describe(name, output), indent=2))
+        speculation = run_view.describe(draft, draft_len, output.stats.speculation)
+        typer.echo(json.dumps({**_describe(name, output), "speculation": speculation}, indent=2))
     else:
         _print_statistics(output, sampled=not params.greedy)
     if interrupted:
@@ -188,47 +227,93 @@ def _prompt_ids(engine: Engine, name: str, text: str, *, system: str | None, raw
     return engine.chat_ids([*messages, {"role": "user", "content": text}])
 
 
-def _answer(engine: Engine, ids: list[int], params: SamplingParams, *, silent: bool) -> tuple[RequestOutput, bool]:
-    """The output, written as it grows unless `silent`, and whether Ctrl-C ended it."""
-    handle = engine.submit(ids, params)
-    writer = _Writer(silent)
+def _answer(
+    engine: Engine, ids: list[int], params: SamplingParams, view: _View, *, speculate: bool
+) -> tuple[RequestOutput, bool]:
+    """The output, shown as it grows, and whether Ctrl-C ended it."""
+    handle = engine.submit(ids, params, speculate=speculate, trace=view.traces)
     interrupted = False
     try:
         for piece in handle:
-            writer.write(piece)
+            view.take(piece)
     except KeyboardInterrupt:
         interrupted = True
     except ForerunError:
-        writer.end()
+        view.end()
         raise
     finally:
         handle.cancel()
-    writer.end()
+    view.end()
     return handle.result(), interrupted
+
+
+class _View:
+    """What a user sees of an answer while it is made."""
+
+    def __init__(self, engine: Engine, n_prompt: int, *, silent: bool, show_drafts: bool, trace: bool) -> None:
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self._marks = run_view.DraftMarks(engine.tokenizer) if show_drafts else None
+        self._writer = _Writer(silent, colour=colour)
+        self._trace = run_view.Trace(n_prompt) if trace else None
+        # On one terminal, lines of the trace would tear the text apart.
+        self._late = sys.stdout.isatty() and sys.stderr.isatty() and not silent
+        self._lines: list[str] = []
+        if show_drafts:
+            print(run_view.legend(colour=colour and sys.stderr.isatty()), file=sys.stderr, flush=True)
+
+    @property
+    def traces(self) -> bool:
+        """Whether decisions are wanted."""
+        return self._trace is not None
+
+    def take(self, piece: Piece) -> None:
+        """Shows what is new."""
+        self._writer.write(piece, () if self._marks is None else self._marks.spans(piece))
+        if self._trace is not None:
+            self._lines += self._trace.lines(piece)
+            if not self._late:
+                self._flush()
+
+    def end(self) -> None:
+        """Ends the last line and tells what was kept back."""
+        self._writer.end()
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._lines:
+            print("\n".join(self._lines), file=sys.stderr, flush=True)
+            self._lines.clear()
 
 
 class _Writer:
     """Writes text to standard output piece by piece and ends the last line."""
 
-    def __init__(self, silent: bool) -> None:
+    def __init__(self, silent: bool, *, colour: bool = False) -> None:
         self._silent = silent
+        self._colour = colour
         self._terminal = sys.stdout.isatty()
         self._last = "\n"
         if isinstance(sys.stdout, io.TextIOWrapper):
             # A terminal that isn't UTF-8 gets a question mark, not the end of the answer.
             sys.stdout.reconfigure(errors="replace")
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, spans: Sequence[run_view.Span] = ()) -> None:
+        """Writes a piece of text; as `spans`, which are the same text, with marks."""
         if self._silent or not text:
             return
         # First, since Ctrl-C may come while the text is on its way.
         self._last = text[-1]
-        sys.stdout.write(text.translate(_VISIBLE) if self._terminal else text)
+        shown = [run_view.marked(span._replace(text=self._visible(span.text)), colour=self._colour) for span in spans]
+        sys.stdout.write("".join(shown) if spans else self._visible(text))
         sys.stdout.flush()
 
     def end(self) -> None:
+        """Ends the last line."""
         if self._last != "\n":
             self.write("\n")
+
+    def _visible(self, text: str) -> str:
+        return text.translate(_VISIBLE) if self._terminal else text
 
 
 def _prefill_rate(stats: RequestStats) -> float | None:
@@ -270,6 +355,7 @@ def _print_statistics(output: RequestOutput, *, sampled: bool) -> None:
     ]
     if first is not None:
         parts.append(f"first token after {first:.2f} s")
+    parts.append(run_view.summary(stats.speculation))
     if sampled:
         parts.append(f"seed {output.seed}")
     parts.append(f"finish: {output.finish_reason}")

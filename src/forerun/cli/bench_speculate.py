@@ -1,0 +1,293 @@
+"""`forerun bench speculate`: what drafting gains, by kind of task, and that it changes no text."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from forerun.cli.bench_setup import (
+    JSON,
+    MODEL,
+    THREADS,
+    open_engine,
+    print_setup,
+    print_table,
+    progress_shown,
+    setup_of,
+    slots_for,
+)
+from forerun.cli.draft_options import DRAFT, DRAFT_LENGTH, draft_warnings, engine_options
+from forerun.draft.base import Drafter, DraftRow, DraftTree
+from forerun.errors import InvalidRequestError
+from forerun.measure import speculate as measure
+from forerun.measure.speed import model_sha256
+from forerun.measure.tasks import Task, groups, read_tasks
+from forerun.sample.params import SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.engine.engine import Engine
+    from forerun.engine.output import RequestOutput
+
+HELP = """Answer tasks with speculation off and on, and compare.
+
+Every group of --batch tasks of one category is answered twice in a row, in turns off first and on first, by one engine
+and from nothing: without prefix cache, and with drafters that know nothing of other runs. Times are from submission to
+the end, prompts included; DECODE is the ratio of the times after the first token.
+
+Task files are lines of JSON with task_id, category, prompt and perhaps max_tokens, or Spec-Bench's with question_id,
+category and turns (the first turn is asked). The exit code is 1 if any answer differs.
+
+Beside the drafters of other commands, --draft always-wrong proposes only tokens that no answer has: what drafting
+costs at worst."""
+
+_WARM_TOKENS = 16
+_TEMPLATE_BYTES = 512
+"""Allowance for what a chat template puts around a message."""
+_SHOWN_POSITIONS = 12
+
+
+def speculate(
+    tasks_file: Path = typer.Option(
+        ..., "--tasks", metavar="FILE.jsonl", exists=True, dir_okay=False, readable=True, help="The tasks."
+    ),
+    model: str | None = MODEL,
+    draft: str = DRAFT,
+    draft_len: str = DRAFT_LENGTH,
+    limit: int | None = typer.Option(None, "--limit", min=1, help="Only the first so many tasks of each category."),
+    max_tokens: int = typer.Option(
+        256, "--max-tokens", min=1, max=1 << 20, help="Cap of every answer; a task's own counts where it is smaller."
+    ),
+    temperature: float = typer.Option(
+        0.0, "--temperature", "-t", help="0 is greedy; otherwise each task has a fixed seed."
+    ),
+    batch: int = typer.Option(1, "--batch", min=1, max=256, help="Tasks of a category answered at a time."),
+    repeats: int = typer.Option(1, "--repeats", min=1, max=1000, help="Rounds over all tasks."),
+    threads: int | None = THREADS,
+    as_json: bool = JSON,
+) -> None:
+    """The command."""
+    if draft == "none":
+        raise typer.BadParameter("none drafts nothing, so there is nothing to compare", param_hint="--draft")
+    settings = engine_options(draft, draft_len)
+    wrong = AlwaysWrong()
+    if draft == wrong.name:
+        settings["draft"] = wrong
+    try:
+        params = SamplingParams(temperature=temperature)
+    except InvalidRequestError as error:
+        raise typer.BadParameter(str(error)) from None
+    tasks = [_capped(task, max_tokens) for task in read_tasks(tasks_file, limit)]
+    longest = max(len(task.prompt.encode(errors="replace")) + _TEMPLATE_BYTES + _most(task) for task in tasks)
+    engine, name, path = open_engine(
+        model, batch * slots_for(longest), threads, rows=batch, prefix_cache=False, **settings
+    )
+    wrong.token = engine.config.vocab_size - 1
+    bench = TaskRunner(engine, params)
+    fitting = [task for task in tasks if bench.fits(task)]
+    if not fitting:
+        raise InvalidRequestError(f"no task fits the model's context of {engine.max_model_len} tokens with its answer")
+    command = ["speculate", "-m", name, "--tasks", str(tasks_file), "--draft", draft, "--draft-len", draft_len]
+    command += ["--limit", str(limit)] if limit is not None else []
+    command += ["--max-tokens", str(max_tokens), "--temperature", f"{temperature:g}", "--batch", str(batch)]
+    command += ["--repeats", str(repeats), "--threads", str(engine.executor.tape.threads)]
+    # A drafter that fails ends the benchmark with the reason; no warning is needed before.
+    with progress_shown() as show, draft_warnings(lambda _text: None):
+        show("warming up")
+        bench.warm_up(groups(fitting, batch)[0])
+        pairs = measure.measure_pairs(
+            fitting,
+            batch=batch,
+            repeats=repeats,
+            trial=bench.trial,
+            on_run=lambda run, runs, on: show(f"run {run} of {runs}, speculation {'on' if on else 'off'}"),
+        )
+    report = measure.SpeculationReport(
+        setup=setup_of(engine, name, path, command),
+        draft=draft,
+        draft_len=draft_len,
+        tasks_file=str(tasks_file),
+        tasks_sha256=model_sha256(tasks_file),
+        temperature=temperature,
+        max_tokens=max_tokens,
+        batch=batch,
+        rounds=repeats,
+        isolation=measure.ISOLATION,
+        left_out=tuple(task.task_id for task in tasks if task not in fitting),
+        rows=measure.rows_of(pairs),
+        differing=measure.differing_of(pairs),
+    )
+    if as_json:
+        typer.echo(json.dumps({**dataclasses.asdict(report), "identical": report.identical}, indent=2))
+    else:
+        _print(report)
+    if not report.identical:
+        raise typer.Exit(1)
+
+
+class AlwaysWrong(Drafter):
+    """Proposes one token over and over, as often as it may.
+
+    Attributes:
+        token: one that no answer has; the last of a vocabulary is a rare or an unused one.
+    """
+
+    name = "always-wrong"
+
+    def __init__(self) -> None:
+        self.token = 0
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
+        """A chain of the row's whole budget."""
+        return [DraftTree.chain((self.token,) * row.budget) for row in rows]
+
+
+class TaskRunner:
+    """Answers tasks with one engine, each run in a scope of its own."""
+
+    def __init__(self, engine: Engine, params: SamplingParams) -> None:
+        self._engine = engine
+        self._params = params
+        self._ids: dict[str, list[int]] = {}
+        self._seeds: dict[str, int] = {}
+        self._scopes: Iterator[str] = (f"bench-{n}" for n in itertools.count())
+
+    def prompt(self, task: Task) -> list[int]:
+        """A task as prompt tokens: through the chat template, where the model has one."""
+        if task.task_id not in self._ids:
+            engine = self._engine
+            if engine.chat_template is None:
+                self._ids[task.task_id] = engine.tokenizer.encode(task.prompt)
+            else:
+                self._ids[task.task_id] = engine.chat_ids([{"role": "user", "content": task.prompt}])
+        return self._ids[task.task_id]
+
+    def fits(self, task: Task) -> bool:
+        """Whether prompt and answer fit the engine's context."""
+        return len(self.prompt(task)) + _most(task) <= self._engine.max_model_len
+
+    def warm_up(self, tasks: Sequence[Task]) -> None:
+        """Maps weights, starts threads and lets the draft length settle: a few tokens, off and on."""
+        short = [task._replace(max_tokens=min(_WARM_TOKENS, _most(task))) for task in tasks]
+        for speculate in (False, True):
+            self.trial(short, speculate)
+
+    def trial(self, tasks: Sequence[Task], speculate: bool) -> measure.Trial:
+        """Answers tasks together; times begin with the first submission. Raises what made the drafter fail."""
+        prompts = [self.prompt(task) for task in tasks]
+        params = [self._params_of(task) for task in tasks]
+        handles = []
+        began = time.perf_counter()
+        try:
+            for ids, each in zip(prompts, params, strict=True):
+                handles.append(self._engine.submit(ids, each, speculate=speculate, scope=next(self._scopes)))
+            outputs = [handle.result() for handle in handles]
+        finally:
+            for handle in handles:
+                handle.cancel()
+        seconds = time.perf_counter() - began
+        failure = None if self._engine.speculator is None else self._engine.speculator.failure
+        if failure is not None:
+            raise failure
+        return measure.Trial(seconds, tuple(map(_run_of, outputs)))
+
+    def _params_of(self, task: Task) -> SamplingParams:
+        seed = self._seeds.setdefault(task.task_id, len(self._seeds))
+        return dataclasses.replace(self._params, max_tokens=_most(task), seed=seed)
+
+
+def _capped(task: Task, most: int) -> Task:
+    return task._replace(max_tokens=most if task.max_tokens is None else min(most, task.max_tokens))
+
+
+def _most(task: Task) -> int:
+    assert task.max_tokens is not None, "tasks are capped when they are read"
+    return task.max_tokens
+
+
+def _run_of(output: RequestOutput) -> measure.Run:
+    stats, counts = output.stats, output.stats.speculation
+    return measure.Run(
+        text=output.text,
+        token_ids=output.token_ids,
+        finish_reason=output.finish_reason,
+        seconds=stats.total_seconds,
+        first_token_seconds=stats.total_seconds if stats.first_token_seconds is None else stats.first_token_seconds,
+        counts=measure.Counts(
+            decisions=counts.decisions,
+            drafted=counts.drafted,
+            proposed=counts.proposed,
+            accepted=counts.accepted,
+            emitted=counts.emitted,
+            proposed_by_position=tuple(counts.proposed_by_position),
+            accepted_by_position=tuple(counts.accepted_by_position),
+        ),
+    )
+
+
+_HEAD: Mapping[str, str] = {
+    "CATEGORY": "category",
+    "TASKS": "tasks",
+    "OFF TOKENS/S": "off_tokens_per_s",
+    "ON TOKENS/S": "on_tokens_per_s",
+    "RATIO": "ratio",
+    "MEDIAN": "ratio_median",
+    "DECODE": "decode_ratio",
+    "TOKENS/STEP": "tokens_per_step",
+    "ACCEPTED": "acceptance",
+    "WASTED": "wasted",
+    "OFF P50 S": "off_p50_s",
+    "ON P50 S": "on_p50_s",
+    "OFF P99 S": "off_p99_s",
+    "ON P99 S": "on_p99_s",
+    "SAME": "identical",
+}
+
+
+def _cell(field: str, value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        if field in ("acceptance", "wasted"):
+            return f"{value:.0%}"
+        return f"{value:.1f}" if field.endswith("tokens_per_s") else f"{value:.2f}"
+    return str(value)
+
+
+def _print(report: measure.SpeculationReport) -> None:
+    print_setup(report.setup)
+    choice = "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}"
+    rounds = "1 round" if report.rounds == 1 else f"{report.rounds} rounds"
+    typer.echo(
+        f"draft {report.draft}, length {report.draft_len}, {choice}, batch {report.batch}, at most "
+        f"{report.max_tokens} tokens an answer, {rounds}"
+    )
+    typer.echo(report.isolation)
+    if report.left_out:
+        typer.echo(f"left out, since the context can't hold them: {', '.join(report.left_out)}")
+    print_table([
+        list(_HEAD),
+        *([_cell(field, getattr(row, field)) for field in _HEAD.values()] for row in report.rows),
+    ])  # fmt: skip
+    typer.echo("accepted of proposed drafts by position, from the first:")
+    for row in report.rows:
+        shown = [
+            f"{place.accepted}/{place.proposed}" + ("" if place.rate is None else f" {place.rate:.0%}")
+            for place in row.positions[:_SHOWN_POSITIONS]
+        ]
+        more = len(row.positions) - len(shown)
+        if more:
+            shown.append(f"and {more} more")
+        typer.echo(f"  {row.category}: {', '.join(shown) if shown else 'no drafts'}")
+    if report.identical:
+        typer.echo("every text is the same with and without speculation")
+    else:
+        typer.echo(f"TEXTS DIFFER: {', '.join(report.differing)}")

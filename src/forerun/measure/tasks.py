@@ -1,0 +1,107 @@
+"""Task files: prompts of several kinds, to compare ways of answering them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from forerun.errors import InvalidRequestError
+
+CHAT = "chat"
+SPEC_BENCH_CATEGORIES: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(
+        ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"),
+        CHAT,
+    )
+    | {name: name for name in ("translation", "summarization", "qa", "math_reasoning", "rag")}
+)
+"""Spec-Bench's categories, and ours: the eight of MT-Bench are short conversations of all sorts."""
+
+
+class Task(NamedTuple):
+    """One prompt.
+
+    task_id: unique in its file. category: "code_edit/rename" and the like belong to "code_edit", too.
+    prompt: the user's message. max_tokens: the most that its answer needs; None where the file doesn't say.
+    """
+
+    task_id: str
+    category: str
+    prompt: str
+    max_tokens: int | None
+
+
+def read_tasks(path: Path, limit: int | None = None) -> list[Task]:
+    """The tasks of a .jsonl file, in its order; with `limit` the first so many of each category.
+
+    Two forms of lines are read: {"task_id", "category", "prompt", "max_tokens" (optional)}, and Spec-Bench's
+    {"question_id", "category", "turns"}, of which the first turn is the prompt. Other fields are ignored. Raises
+    `InvalidRequestError`, which names the line, for what is neither, and for files without tasks.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError(f"the task file {path} can't be read: {error.strerror}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the task file {path} isn't UTF-8 (byte {error.start}); convert it first") from error
+    tasks: dict[str, Task] = {}
+    taken: dict[str, int] = {}
+    # Not splitlines(): a JSON string may hold U+2028.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            task = _task(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"line {number} of {path} is no task: {error}") from error
+        if task.task_id in tasks:
+            raise InvalidRequestError(f"line {number} of {path}: the task {task.task_id!r} is there twice")
+        taken[task.category] = taken.get(task.category, 0) + 1
+        if limit is None or taken[task.category] <= limit:
+            tasks[task.task_id] = task
+    if not tasks:
+        raise InvalidRequestError(f"the task file {path} has no tasks")
+    return list(tasks.values())
+
+
+def groups(tasks: Sequence[Task], size: int) -> list[list[Task]]:
+    """Tasks that are answered together: of one category, `size` at a time (the last of a category may be fewer)."""
+    by_category: dict[str, list[Task]] = {}
+    for task in tasks:
+        by_category.setdefault(task.category, []).append(task)
+    return [of_kind[start : start + size] for of_kind in by_category.values() for start in range(0, len(of_kind), size)]
+
+
+def families(category: str) -> list[str]:
+    """The categories that a task counts for, the widest first: "code_edit/typo" is in "code_edit", too."""
+    parts = category.split("/")
+    return ["/".join(parts[: n + 1]) for n in range(len(parts))]
+
+
+def _task(entry: object) -> Task:
+    if not isinstance(entry, dict):
+        raise ValueError("expected a JSON object")
+    if "turns" in entry:
+        question, turns = entry.get("question_id"), entry["turns"]
+        if isinstance(question, bool) or not isinstance(question, int | str):
+            raise ValueError("question_id must be a number or a text")
+        if not isinstance(turns, list) or not turns:
+            raise ValueError("turns must be a list of texts")
+        category = _text(entry, "category")
+        if category not in SPEC_BENCH_CATEGORIES:
+            raise ValueError(f"category {category!r} is not one of {', '.join(SPEC_BENCH_CATEGORIES)}")
+        return Task(str(question), SPEC_BENCH_CATEGORIES[category], _text({"turns": turns[0]}, "turns"), None)
+    most = entry.get("max_tokens")
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise ValueError(f"max_tokens={most!r} is not allowed; expected a number from 1, or none")
+    return Task(_text(entry, "task_id"), _text(entry, "category"), _text(entry, "prompt"), most)
+
+
+def _text(entry: Mapping[str, object], field: str) -> str:
+    value = entry.get(field)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{field} must be a text that isn't empty")
+    return value
