@@ -103,8 +103,8 @@ FORERUN_INLINE bool among(const DraftChild* children, int n, std::int32_t token)
   return false;
 }
 
-// Child k, drawn from q of mass `q_total` (its earlier siblings taken out), is rejected: what remains is the positive part
-// of p - q. If rounding leaves nothing of it, p stays.
+// Child k, drawn from q of mass `q_total` (its earlier siblings taken out), is rejected: what remains is the positive
+// part of p - q. If rounding leaves nothing of it, p stays.
 FORERUN_INLINE void subtract(Target& t, const DraftChild* children, int k, std::uint64_t q_total, VerifyScratch& s) {
   const int V = t.row.V;
   const float* q = children[k].q;
@@ -332,8 +332,9 @@ void register_verify(nb::module_& m) {
         array("min_p"), array("seed"), array("position"), array("child_start"), array("child_tokens"), array("q"),
         array("child_q"), nb::arg("isa") = "auto",
         "(choice int32[R], token int32[R]): rejection sampling of the children of one node a row. Row r's children are "
-        "child_tokens[child_start[r]:child_start[r + 1]], each drawn from row child_q of q float32[Q, V], or chosen (-1). "
-        "choice: the accepted one's index among them, or -1; token: its token or the target's own, as in sample.");
+        "child_tokens[child_start[r]:child_start[r + 1]], each drawn from row child_q of q float32[Q, V], or chosen "
+        "(-1). choice: the accepted one's index among them, or -1; token: its token or the target's own, as in "
+        "sample.");
 }
 
 }  // namespace forerun

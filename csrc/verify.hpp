@@ -37,8 +37,8 @@ struct VerifyScratch {
 // What becomes of the children of a node whose target scores are logits[0, V); `position` is that of the token that is
 // decided. Without children: sample_row's token. At temperature 0: the highest logit, and the first child that is it.
 //
-// Cost beyond sample_row's scan and cuts: one pass over the logits that top-k and top-p leave. A child with q adds a pass
-// over its row, and another if it is rejected.
+// Cost beyond sample_row's scan and cuts: one pass over the logits that top-k and top-p leave. A child with q adds a
+// pass over its row, and another if it is rejected.
 NodeChoice reject_node(const float* logits, int V, const SampleSpec& spec, std::uint64_t position,
                        const std::vector<DraftChild>& children, VerifyScratch& scratch,
                        SampleIsa isa = SampleIsa::automatic);

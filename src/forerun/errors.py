@@ -56,3 +56,7 @@ class DraftError(ForerunError, RuntimeError):
 
 class DraftWarning(RuntimeWarning):
     """A drafter failed and was turned off; answers go on without it."""
+
+
+class VerificationError(ForerunError, ValueError):
+    """Arrays given to `forerun.verify` don't fit together, or a draft in them is no tree."""

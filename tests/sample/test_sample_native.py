@@ -11,6 +11,7 @@ import pytest
 
 from forerun import _native
 from forerun.sample import NOT_FINITE, NOTHING_ALLOWED, noise, transforms
+from reference.rows import random_logits
 
 ISAS = _native.sample_isas()
 TEMPERATURES = [0.0, 1e-37, 1e-6, 0.1, 0.7, 1.0, 1.7, 30.0, 1e6, 3e38]
@@ -63,25 +64,6 @@ def rows_of(logits: np.ndarray, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.
         np.full(n, seed, np.uint64),
         np.arange(n, dtype=np.int64),
     )
-
-
-def random_logits(rng: np.random.Generator, n: int, V: int) -> np.ndarray:
-    """Rows of every kind: smooth, peaked, tied, masked, flat, huge, signed zeros, faulty."""
-    rows = (rng.standard_normal((n, V)) * rng.choice([0.01, 1, 4, 30], (n, 1))).astype(np.float32)
-    kind = rng.integers(0, 10, n)
-    rows[kind == 1] = np.round(rows[kind == 1])
-    rows[kind == 2] = np.float32(rng.standard_normal())
-    rows[kind == 3] = rng.choice(np.array([0.0, -0.0, 1.0], np.float32), (int((kind == 3).sum()), V))
-    masked = np.flatnonzero(kind == 4)
-    rows[masked] = np.where(rng.random((len(masked), V)) < 0.9, -np.inf, rows[masked])
-    rows[kind == 5] *= np.float32(1e36)
-    faulty = np.flatnonzero((kind == 6) & (rng.random(n) < 0.2))
-    rows[faulty, rng.integers(0, V, len(faulty))] = rng.choice(
-        np.array([np.nan, np.inf, -np.nan], np.float32), len(faulty)
-    )
-    for row in np.flatnonzero(kind == 7):
-        rows[row, rng.integers(0, V, 3)] += 20
-    return rows
 
 
 def every_row(logits: np.ndarray) -> np.ndarray:

@@ -54,10 +54,10 @@ LN2_LOW: Final = np.float32(-2.12194440e-4)
 
 
 class NoiseKey(NamedTuple):
-    """Two unsigned 32-bit numbers that stand for (seed, position)."""
+    """Two unsigned 32-bit numbers that stand for (seed, position), or arrays of them that broadcast with token ids."""
 
-    first: int
-    second: int
+    first: int | npt.NDArray[np.uint32]
+    second: int | npt.NDArray[np.uint32]
 
 
 def _mix64(x: int) -> int:
