@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from forerun.draft.base import Drafter
 from forerun.draft.registry import DraftContext, make_drafter
+from forerun.engine.auto import AutoPace
 from forerun.engine.batch import StepBatch
 from forerun.engine.checks import (
     Message,
@@ -31,10 +32,11 @@ from forerun.engine.executor import Executor
 from forerun.engine.live import LiveRequest
 from forerun.engine.loop import Loop, RequestHandle, not_numbers
 from forerun.engine.output import EngineStats, Piece, RequestOutput
-from forerun.engine.pace import FixedPace
+from forerun.engine.pace import FixedPace, Pace
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.speculate import MAX_DRAFT, Speculator
+from forerun.engine.steptime import step_times
 from forerun.errors import CapacityError, ConfigurationError, InvalidRequestError, NumericalError
 from forerun.kv import BlockPool, BlockTable, PoolExhausted, PrefixCache
 from forerun.models.catalog import cache_dir
@@ -93,7 +95,7 @@ class Engine:
         max_step_tokens: int = 512,
         prefix_cache: bool = True,
         cache_weights: bool = True,
-        draft: str | Drafter = "none",
+        draft: str | Drafter = "suffix",
         draft_len: int | Literal["auto"] = "auto",
     ) -> None:
         kv_blocks = setting("kv_tokens", kv_tokens, BLOCK, 2**31 - BLOCK) // BLOCK
@@ -110,6 +112,7 @@ class Engine:
             self.tokenizer = source.tokenizer()
             check_tokenizer(self.tokenizer, self.config)
             self.chat_template = source.chat_template()
+            fingerprint = source.fingerprint()
             self.max_model_len = _model_len(max_model_len, self.config.context_length, kv_blocks)
             self.pool = BlockPool(kv_blocks, BLOCK)
             self.prefix_cache = PrefixCache(self.pool) if prefix_cache else None
@@ -140,6 +143,7 @@ class Engine:
         self.speculator = self._speculator(
             draft,
             draft_len,
+            fingerprint,
             DraftContext(
                 argument="",
                 config=self.config,
@@ -154,12 +158,23 @@ class Engine:
         )
         self._loop = Loop(self.scheduler, self.batch, self.executor, self.chooser, self.speculator)
 
-    def _speculator(self, draft: object, draft_len: object, context: DraftContext) -> Speculator | None:
-        drafter = make_drafter(draft, context)
+    def _speculator(
+        self, draft: object, draft_len: object, fingerprint: str, context: DraftContext
+    ) -> Speculator | None:
         length = None if draft_len == "auto" else setting("draft_len", draft_len, 1, MAX_DRAFT)
+        if draft != "none" and (context.max_step_tokens < 2 or context.max_model_len < 4):
+            raise ConfigurationError(
+                f"max_step_tokens={context.max_step_tokens} and max_model_len={context.max_model_len} leave no room for "
+                "a draft, which takes at least 2 and 4; raise them, or set draft='none'"
+            )
+        drafter = make_drafter(draft, context)
         if drafter is None:
             return None
-        pace = FixedPace(length or 4)
+        pace: Pace
+        if length is None:
+            pace = AutoPace(step_times(self.executor, fingerprint, context.cache))
+        else:
+            pace = FixedPace(length)
         return Speculator(drafter, pace, self.config.vocab_size)
 
     def generate(

@@ -136,18 +136,14 @@ class Loop:
             speculator.step(len(step.tokens), seconds)
 
     def _commit(self, row: RowPlan, live: LiveRequest, tree: DraftTree, choice: Choice | None, now: float) -> None:
-        tallies = (live.tally, self.tally)
-        for tally in tallies:
-            tally.row(row.count)
         if choice is None:
             self.scheduler.commit(row, ())
+            self._count(row, live, tree, choice, 0)
             return
-        if tree:
-            for tally in tallies:
-                tally.draft(tree, len(choice.path))
-            if self.speculator:
-                self.speculator.verdict(live, tree, choice.path)
+        if tree and self.speculator:
+            self.speculator.verdict(live, tree, choice.path)
         if not choice.tokens:
+            self._count(row, live, tree, choice, 0)
             where = not_numbers(len(live.request.tokens))
             live.fail(NumericalError(f"request {live.request.request_id!r}: {where}"))
             self.finish(live, "error", now)
@@ -164,10 +160,18 @@ class Loop:
             ))  # fmt: skip
             self.finish(live, "error", now)
             raise
-        for tally in tallies:
-            tally.decision(len(choice.path) + 1, kept)
+        self._count(row, live, tree, choice, kept)
         if reason is not None:
             self.finish(live, reason, now)
+
+    def _count(self, row: RowPlan, live: LiveRequest, tree: DraftTree, choice: Choice | None, kept: int) -> None:
+        """Counts a row, once nothing of it can fail any more: an interrupted step is done again and counts once."""
+        for tally in (live.tally, self.tally):
+            tally.row(row.count)
+            if tree and choice is not None:
+                tally.draft(tree, len(choice.path))
+            if kept and choice is not None:
+                tally.decision(len(choice.path) + 1, kept)
 
     def _settle(self, row: RowPlan, path: Sequence[int]) -> None:
         """Moves the KV of accepted nodes to where the sequence wants it."""
@@ -246,7 +250,8 @@ class RequestHandle:
         """The finished output. Raises what ended the request, if it was an error."""
         while not self._live.request.finished:
             self._loop.advance(self._live)
-        return self._live.output()
+        with self._loop.lock:  # another thread may be in the midst of the step that ends it
+            return self._live.output()
 
     def cancel(self) -> None:
         """Ends the request now and frees its memory; other requests are not touched. A finished one stays as it is."""

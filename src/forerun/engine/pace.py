@@ -29,8 +29,9 @@ class Pace(Protocol):
     """Chooses draft lengths. Called by the engine's loop in this order: `wish`, then after planning `budget`, after
     drafting `cut`, after verification `verdict` for each drafted row and `step` once."""
 
-    def begin(self, key: int) -> None:
-        """A request that may draft starts."""
+    def begin(self, key: int, tokens: Sequence[int] | None = None) -> None:
+        """A request that may draft starts. `tokens` is its live list of committed tokens, prompt first, if there is
+        one to be had: it tells what would have become of drafts that were not verified."""
 
     def wish(self, key: int) -> int:
         """The most draft tokens that this request could use in the next step; 0 to plan none."""
@@ -50,8 +51,8 @@ class Pace(Protocol):
     def step(self, n_tokens: int, drafted: int, draft_seconds: float, forward_seconds: float) -> None:
         """What a step took: query tokens with drafts, nodes proposed before the cut, seconds of both."""
 
-    def fork(self, key: int, child: int) -> None:
-        """A second request continues like the first."""
+    def fork(self, key: int, child: int, tokens: Sequence[int] | None = None) -> None:
+        """A second request continues like the first; `tokens` is its own live list."""
 
     def free(self, key: int) -> None:
         """The request has ended."""
@@ -67,7 +68,7 @@ class FixedPace:
         self.length = length
         self._last: dict[int, Decision] = {}
 
-    def begin(self, key: int) -> None:
+    def begin(self, key: int, tokens: Sequence[int] | None = None) -> None:
         """Nothing to prepare."""
 
     def wish(self, key: int) -> int:  # noqa: ARG002
@@ -79,7 +80,11 @@ class FixedPace:
         return list(granted)
 
     def cut(
-        self, keys: Sequence[int], positions: Sequence[int], trees: Sequence[DraftTree], n_tokens: int
+        self,
+        keys: Sequence[int],
+        positions: Sequence[int],
+        trees: Sequence[DraftTree],
+        n_tokens: int,  # noqa: ARG002
     ) -> list[int]:
         """Whole trees."""
         for key, position, tree in zip(keys, positions, trees, strict=True):
@@ -92,7 +97,7 @@ class FixedPace:
     def step(self, n_tokens: int, drafted: int, draft_seconds: float, forward_seconds: float) -> None:
         """Nothing to learn."""
 
-    def fork(self, key: int, child: int) -> None:
+    def fork(self, key: int, child: int, tokens: Sequence[int] | None = None) -> None:
         """Nothing to copy."""
 
     def free(self, key: int) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
+
+import numpy as np
+
+import numpy as np
 
 from forerun.draft.base import NO_DRAFT, Drafter, DraftRow, DraftTree
 from forerun.engine.live import LiveRequest
@@ -37,10 +42,11 @@ class Speculator:
         self._vocab_size = vocab_size
         self._keys = itertools.count()
         self._n_proposed = 0  # nodes of this step, before the cut
+        self._setup = 0.0  # seconds of this step that were no part of drafting
 
     def _begin(self, live: LiveRequest) -> int:
         key = live.draft_key = next(self._keys)
-        self.pace.begin(key)
+        self.pace.begin(key, live.request.tokens)
         self._guarded(lambda: self.drafter.begin(key, live.request.salt))
         return key
 
@@ -50,7 +56,7 @@ class Speculator:
             return
         parent_key, key = live.draft_key, next(self._keys)
         child.draft_key = key
-        self.pace.fork(parent_key, key)
+        self.pace.fork(parent_key, key, child.request.tokens)
         self._guarded(lambda: self.drafter.fork(parent_key, key))
 
     def free(self, live: LiveRequest) -> None:
@@ -79,31 +85,44 @@ class Speculator:
         """A tree for each row of the plan, no larger than the row's draft count."""
         trees = [NO_DRAFT] * len(rows)
         self._n_proposed = 0
+        self._setup = 0.0
         asked = [
             (i, live.draft_key) for i, live in enumerate(lives) if rows[i].draft_count and live.draft_key is not None
         ]
-        if not asked:
-            return trees
+        if asked:
+            self._fill(trees, asked, rows, lives)
+            for i, key in asked:
+                if lives[i].traced:
+                    decision = self.pace.decision(key)
+                    if decision is not None and decision.position == len(lives[i].request.tokens):
+                        lives[i].decided(decision)
+        return trees
+
+    def _fill(
+        self,
+        trees: list[DraftTree],
+        asked: Sequence[tuple[int, int]],
+        rows: Sequence[RowPlan],
+        lives: Sequence[LiveRequest],
+    ) -> None:
         n_tokens = sum(row.count for row in rows)
         budgets = self.pace.budget([key for _, key in asked], [rows[i].draft_count for i, _ in asked], n_tokens)
         wanted = [(i, key, budget) for (i, key), budget in zip(asked, budgets, strict=True) if budget > 0]
         if not wanted:
-            return trees
+            return
         views = [
             DraftRow(key, lives[i].request.tokens, budget, lives[i].params, lives[i].seed) for i, key, budget in wanted
         ]
+        before = self.drafter.setup_seconds
         proposed = self._guarded(lambda: self._proposals(views))
+        self._setup = self.drafter.setup_seconds - before
         if proposed is None:
-            return trees
+            return
         self._n_proposed = sum(len(tree) for tree in proposed)
         keys = [key for _, key, _ in wanted]
         kept = self.pace.cut(keys, [len(view.tokens) for view in views], proposed, n_tokens)
         for (i, _, _), tree, n in zip(wanted, proposed, kept, strict=True):
             trees[i] = tree.first(n)
-        for i, key, _ in wanted:
-            if lives[i].traced:
-                lives[i].decided(self.pace.decision(key))
-        return trees
 
     def verdict(self, live: LiveRequest, tree: DraftTree, path: Sequence[int]) -> None:
         """Tells drafter and pace which nodes were accepted."""
@@ -115,8 +134,9 @@ class Speculator:
 
     def step(self, n_tokens: int, seconds: StepSeconds) -> None:
         """Tells the pace what a step with so many query tokens, drafts included, took."""
-        self.pace.step(n_tokens, self._n_proposed, seconds.draft, seconds.forward)
+        self.pace.step(n_tokens, self._n_proposed, max(0.0, seconds.draft - self._setup), seconds.forward)
         self._n_proposed = 0
+        self._setup = 0.0
 
     def close(self) -> None:
         """Gives back what the drafter holds."""
@@ -137,18 +157,27 @@ class Speculator:
                 f"it proposed {n} tokens with {len(tree.parents)} parents and {len(tree.confidence)} confidences; "
                 f"expected at most {view.budget}, with as many of both (confidences may be left out)"
             )
-        for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        # Raises TypeError for what is no integer; a NumPy integer must not reach an output.
+        tokens, parents = [*map(operator.index, tree.tokens)], [*map(operator.index, tree.parents)]
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             if not (0 <= token < self._vocab_size and -1 <= parent < node):
                 raise DraftError(
                     f"node {node} of its draft has token {token} and parent {parent}; expected a token from 0 to "
                     f"{self._vocab_size - 1} and a parent from -1 to {node - 1}"
                 )
-        q = tree.q
-        if q is not None and q.shape != (n, self._vocab_size):
-            raise DraftError(f"its q has shape {q.shape}; expected ({n}, {self._vocab_size})")
-        if tree.drafter:
-            return tree
-        return DraftTree(tree.tokens, tree.parents, tree.confidence, q, self.drafter.name)
+        confidence = [*map(float, tree.confidence)]
+        if not all(0 <= value <= 1 for value in confidence):
+            raise DraftError(f"its confidences are {confidence}; expected numbers from 0 to 1")
+        q, shape = tree.q, (n, self._vocab_size)
+        if q is not None:
+            if not isinstance(q, np.ndarray) or q.shape != shape or not np.can_cast(q.dtype, np.float32, "same_kind"):
+                found = f"{q.dtype}{list(q.shape)}" if isinstance(q, np.ndarray) else f"a {type(q).__name__}"
+                raise DraftError(f"its q is {found}; expected an array float32{list(shape)}")
+            q = np.ascontiguousarray(q, dtype=np.float32)
+        name = tree.drafter or self.drafter.name
+        if not isinstance(name, str):
+            raise DraftError(f"its name is {name!r}; expected a text")
+        return DraftTree(tokens, parents, confidence, q, name)
 
     def _guarded(self, call: Callable[[], T]) -> T | None:
         if self.failure is not None:
