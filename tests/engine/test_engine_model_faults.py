@@ -36,7 +36,7 @@ QUANTISED = TinySpec("llama", layers=1, types={"": GGMLType.Q4_K, "attn_v": GGML
 
 
 def start(path: Path, **settings: Any) -> Engine:
-    return Engine(path, **{"kv_tokens": 256, "threads": 1, "cache_weights": False, **settings})
+    return Engine(path, **{"kv_tokens": 256, "threads": 1, "draft": "none", "cache_weights": False, **settings})
 
 
 def write_edited(path: Path, spec: TinySpec, edit: Callable[[dict[str, npt.NDArray[np.float32]]], None]) -> Path:

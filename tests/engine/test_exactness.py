@@ -43,7 +43,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def alone(model: Path) -> Engine:
     """Runs one request at a time, the prompt in one piece, nothing cached."""
-    return Engine(model, kv_tokens=1024, prefix_cache=False, cache_weights=False, threads=1)
+    return Engine(model, kv_tokens=1024, prefix_cache=False, cache_weights=False, threads=1, draft="none")
 
 
 def asks() -> st.SearchStrategy[Ask]:
@@ -129,7 +129,7 @@ def test_preemption_and_prefix_hits_do_happen_in_such_mixes(model: Path, alone: 
 def test_fork_continues_like_its_parent(model: Path, alone: Engine) -> None:
     params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=VOCAB_SIZE)
     prompt = np.random.default_rng(2).integers(0, VOCAB_SIZE, 21).tolist()
-    engine = Engine(model, kv_tokens=512, cache_weights=False, threads=2)
+    engine = Engine(model, kv_tokens=512, cache_weights=False, threads=2, draft="none")
     parent = engine.submit(prompt, params)
     for _ in range(12):
         engine.step()

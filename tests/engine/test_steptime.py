@@ -168,8 +168,11 @@ def test_draft_cost_ignores_calls_without_rows() -> None:
 class Clockwork:
     """An executor whose forwards take a known time on a clock of its own."""
 
-    def __init__(self, unit: float, *, blocks: int = 64, max_tokens: int = 512, max_outputs: int = 64) -> None:
+    def __init__(
+        self, unit: float, *, blocks: int = 64, max_tokens: int = 512, max_outputs: int = 64, max_positions: int = 512
+    ) -> None:
         self.unit = unit
+        self.max_positions = max_positions
         self.now = 0.0
         self.sizes: list[int] = []
         self.tape = SimpleNamespace(max_tokens=max_tokens, max_outputs=max_outputs, threads=2, isa="avx2")
@@ -216,6 +219,7 @@ def test_measuring_stays_within_the_engine_that_it_measures() -> None:
     assert max(measure(Clockwork(0.001, blocks=1))) == 16
     assert max(measure(Clockwork(0.001, max_outputs=8))) == 8
     assert max(measure(Clockwork(0.001, max_tokens=5))) == 5
+    assert max(measure(Clockwork(0.001, max_positions=40))) == 32
 
 
 def fetch(executor: Clockwork, cache: Path | None) -> StepTimes:

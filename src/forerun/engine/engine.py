@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -156,6 +157,9 @@ class Engine:
                 cache=cache_dir() if cache_weights else None,
             ),
         )
+        self.executor.native_seconds = 0.0  # what measuring step times took isn't a step's
+        if self.speculator is not None:
+            weakref.finalize(self, self.speculator.close).atexit = False
         self._loop = Loop(self.scheduler, self.batch, self.executor, self.chooser, self.speculator)
 
     def _speculator(
@@ -163,18 +167,16 @@ class Engine:
     ) -> Speculator | None:
         length = None if draft_len == "auto" else setting("draft_len", draft_len, 1, MAX_DRAFT)
         if draft != "none" and (context.max_step_tokens < 2 or context.max_model_len < 4):
+            if draft == "suffix":  # the default: nobody asked for what can't be, and nothing is paid for it
+                return None
             raise ConfigurationError(
-                f"max_step_tokens={context.max_step_tokens} and max_model_len={context.max_model_len} leave no room for "
-                "a draft, which takes at least 2 and 4; raise them, or set draft='none'"
+                f"max_step_tokens={context.max_step_tokens} and max_model_len={context.max_model_len} leave no room "
+                "for a draft, which takes at least 2 and 4; raise them, or set draft='none'"
             )
         drafter = make_drafter(draft, context)
         if drafter is None:
             return None
-        pace: Pace
-        if length is None:
-            pace = AutoPace(step_times(self.executor, fingerprint, context.cache))
-        else:
-            pace = FixedPace(length)
+        pace: Pace = FixedPace(length) if length else AutoPace(step_times(self.executor, fingerprint, context.cache))
         return Speculator(drafter, pace, self.config.vocab_size)
 
     def generate(

@@ -36,6 +36,7 @@ class Executor:
         config = source.config
         check_model(config)
         self.config = config
+        self.max_positions = max_positions
         self.tape = Tape(max_tokens=max_tokens, max_outputs=max_outputs, threads=threads)
         packed = load_packed(source, matrices(config), cache=cache, threads=self.tape.threads)
         self.weight_bytes = sum(p.data.size for p in packed.values())

@@ -89,7 +89,7 @@ class SpeculationStats:
         computed: query tokens run through the target, drafts included.
         accepted: draft tokens that the target agreed to, before a stop cut them off.
         cut: accepted or own tokens that were dropped, because the text ended before them.
-        emitted: tokens of the output.
+        emitted: tokens that these rows added to the output (a fork's begins with its parent's, which aren't counted).
         proposed_by_position: [d] counts draft tokens at depth d (0: right after the committed text).
         accepted_by_position: [d] counts rows that accepted at least d + 1 draft tokens.
         by_drafter: counts by the drafter's name.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
-
-import numpy as np
 
 import numpy as np
 
@@ -139,8 +138,10 @@ class Speculator:
         self._setup = 0.0
 
     def close(self) -> None:
-        """Gives back what the drafter holds."""
-        self._guarded(self.drafter.close)
+        """Gives back what the drafter holds; nothing is drafted afterwards."""
+        if self.failure is None:
+            self._guarded(self.drafter.close)
+            self.failure = DraftError("the engine is closed")
 
     def _proposals(self, views: Sequence[DraftRow]) -> list[DraftTree]:
         trees = list(self.drafter.propose(views))
@@ -191,5 +192,8 @@ class Speculator:
             )
             failure.__cause__ = error
             self.failure = failure
+            # What it does while it is put away can't matter any more.
+            with contextlib.suppress(Exception):
+                self.drafter.close()
         warnings.warn(str(self.failure), DraftWarning, stacklevel=4)
         return None

@@ -259,7 +259,7 @@ def measure_step_times(
     times the budget; 1 is always measured.
     """
     tape = executor.tape
-    limit = min(tape.max_tokens, tape.max_outputs, executor.kv.blocks * 16)
+    limit = min(tape.max_tokens, tape.max_outputs, executor.kv.blocks * 16, executor.max_positions)
     sizes = [n for n in _SIZES if n <= limit]
     chosen = np.zeros(limit, dtype=np.int32)
     blocks = list(range(-(-limit // 16)))
