@@ -20,7 +20,7 @@ import pytest
 
 from forerun import Engine, SamplingParams, cli
 from forerun.cli import run
-from forerun.engine.executor import Executor
+from forerun.models.executor import Executor
 from reference.model_server import ModelServer, catalog_text
 from reference.tiny import TinySpec, write_tiny_gguf
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forerun.engine.executor import Executor
 from forerun.engine.steptime import DraftCost, StepTimes, measure_step_times, step_times
+from forerun.models.executor import Executor
 from forerun.models.source import open_model
 from forerun.ops import StepInput
 from reference.pacing import AVX2

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.engine.executor import Executor
 from forerun.models.config import Architecture
+from forerun.models.executor import Executor
 from forerun.models.source import ModelSource, open_model
 from forerun.ops import StepInput
 from forerun.ops.types import GGMLType

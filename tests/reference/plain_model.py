@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from forerun.draft.base import DraftRow
 from forerun.draft.registry import DraftContext
-from forerun.engine.executor import Executor
+from forerun.models.executor import Executor
 from forerun.models.source import open_model
 from forerun.ops import StepInput
 from forerun.sample.edits import LogitEdits

@@ -29,7 +29,8 @@ class DraftTree:
             empty when the drafter has no opinion.
         q: float32[n, V], the distribution (after all transforms) that each node's token was drawn from, siblings
             without replacement: the row of a sibling is that of the first one, not yet renormalised. None: the tokens
-            were not drawn but chosen, q is one-hot.
+            were not drawn but chosen, q is one-hot. How many nodes there are and in which order must not depend on
+            what was drawn; confidence isn't used for them.
         drafter: whose work it is, for the counts.
     """
 

@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +17,14 @@ from forerun.draft.compat import check_compatible
 from forerun.draft.registry import DraftContext
 from forerun.draft.sequences import Branch, Sequences, SequenceState
 from forerun.errors import ConfigurationError
+from forerun.models.checks import check_kv_memory, check_tokenizer, setting
 from forerun.models.download import resolve
+from forerun.models.executor import Executor
 from forerun.models.source import open_model
 from forerun.models.tokenizer import Tokenizer
 from forerun.ops import StepInput
 from forerun.sample.edits import LogitEdits
 from forerun.sample.params import SamplingParams
-
-if TYPE_CHECKING:
-    from forerun.engine.executor import Executor
 
 BLOCK = 16
 """Tokens of a KV block."""
@@ -93,10 +92,6 @@ class ModelDrafter(Drafter):
         min_confidence: float = 0.05,
         kv_tokens: int | None = None,
     ) -> None:
-        # The executor holds only tensors; its room is above this one.
-        from forerun.engine.checks import check_kv_memory, check_tokenizer, setting
-        from forerun.engine.executor import Executor
-
         self._width = setting("width", width, 1, MAX_WIDTH)
         if not 0 <= min_confidence <= 1:
             raise ConfigurationError(f"min_confidence={min_confidence!r} is not allowed; expected a number from 0 to 1")

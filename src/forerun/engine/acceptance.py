@@ -288,9 +288,12 @@ def is_chain(tree: DraftTree) -> bool:
 
 
 def cells_of(tree: DraftTree) -> list[int]:
-    """What the record knows a tree's nodes by: ranges of confidence; depths where it is missing or no probability."""
+    """What the record knows a tree's nodes by: ranges of confidence; depths where it is missing or no probability.
+
+    Drawn tokens go by depth, too: a cut that depends on what was drawn would change the distribution of the answer.
+    """
     confidence = tree.confidence
-    if len(confidence) == len(tree.tokens):
+    if tree.q is None and len(confidence) == len(tree.tokens):
         cells = [_RANGE[int(c * 32)] if 0 <= c <= 1 else -1 for c in confidence]
         if -1 not in cells:
             return cells

@@ -19,17 +19,13 @@ from forerun.engine.batch import StepBatch
 from forerun.engine.checks import (
     Message,
     Prompt,
-    check_kv_memory,
-    check_tokenizer,
     checked_ids,
     checked_params,
     listed_conversations,
     listed_prompts,
     params_for_each,
-    setting,
 )
 from forerun.engine.choose import Chooser
-from forerun.engine.executor import Executor
 from forerun.engine.live import LiveRequest
 from forerun.engine.loop import Loop, RequestHandle, not_numbers
 from forerun.engine.output import EngineStats, Piece, RequestOutput
@@ -41,7 +37,9 @@ from forerun.engine.steptime import step_times
 from forerun.errors import CapacityError, ConfigurationError, InvalidRequestError, NumericalError
 from forerun.kv import BlockPool, BlockTable, PoolExhausted, PrefixCache
 from forerun.models.catalog import cache_dir
+from forerun.models.checks import check_kv_memory, check_tokenizer, setting
 from forerun.models.download import resolve
+from forerun.models.executor import Executor
 from forerun.models.source import open_model
 from forerun.ops import StepInput
 from forerun.sample.params import SamplingParams

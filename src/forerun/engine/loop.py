@@ -11,7 +11,6 @@ import numpy as np
 from forerun.draft.base import NO_DRAFT, DraftTree
 from forerun.engine.batch import StepBatch
 from forerun.engine.choose import Choice, Chooser, Walk
-from forerun.engine.executor import Executor
 from forerun.engine.live import LiveRequest
 from forerun.engine.output import Piece, RequestOutput
 from forerun.engine.request import FinishReason, RowPlan
@@ -19,6 +18,7 @@ from forerun.engine.scheduler import Scheduler
 from forerun.engine.speculate import Speculator
 from forerun.engine.tally import StepSeconds, Tally
 from forerun.errors import ForerunError, NumericalError
+from forerun.models.executor import Executor
 
 
 class Loop:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forerun.engine.executor import Executor
+from forerun.models.executor import Executor
 from forerun.models.partial import write_atomically
 from forerun.ops import StepInput
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from forerun.engine.checks import check_model
 from forerun.models.arch import ARCHITECTURES, Recorder
 from forerun.models.arch.base import matrices
+from forerun.models.checks import check_model
 from forerun.models.packed import load_packed
 from forerun.models.source import ModelSource
 from forerun.ops import KvCache, StepInput, Tape
