@@ -7,6 +7,13 @@
 //         times signed activations. Integer sums are exact, so their order is free and each set picks its fastest.
 // FR_ISA selects: 0 portable, 1 AVX2, 2 AVX2 with AVX-VNNI, 3 AVX-512 with VNNI.
 
+// Before a loop of at most 8 rounds that index vectors: registers have no index. Portable vectors are memory anyway.
+#if FR_ISA == 0
+#define FR_UNROLL
+#else
+#define FR_UNROLL _Pragma("GCC unroll 8")
+#endif
+
 #if FR_ISA == 3
 
 struct F {
@@ -44,6 +51,7 @@ static inline F pow2(F n) {
 
 struct I {
   static constexpr int L = 16;
+  static constexpr int kQuads = 8;            // of a group's 8 quads, those whose weights are unpacked together
   static constexpr bool kSplitChain = false;  // 32-bit accumulators never overflow within a group
   using B = __m512i;
   static B load(const uint8_t* p) { return _mm512_loadu_si512(p); }
@@ -56,7 +64,6 @@ struct I {
   static B bcast(const void* p) { int32_t x; std::memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
   static B add32(B a, B b) { return _mm512_add_epi32(a, b); }
   static B sub32(B a, B b) { return _mm512_sub_epi32(a, b); }
-  template <int n> static B sll32(B a) { return _mm512_slli_epi32(a, n); }
   // Products of one quad of k, summed into a group's running sum.
   static B dot(B acc, B w, B x) { return _mm512_dpbusd_epi32(acc, w, x); }
   static B dot_first(B w, B x) { return _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, x); }
@@ -157,6 +164,7 @@ static inline F pow2(F n) {
 
 struct I {
   static constexpr int L = 8;
+  static constexpr int kQuads = 2;  // more would take the registers of the rows' sums
   using B = __m256i;
   static B load(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
   static B zero() { return _mm256_setzero_si256(); }
@@ -168,7 +176,6 @@ struct I {
   static B bcast(const void* p) { int32_t x; std::memcpy(&x, p, 4); return _mm256_set1_epi32(x); }
   static B add32(B a, B b) { return _mm256_add_epi32(a, b); }
   static B sub32(B a, B b) { return _mm256_sub_epi32(a, b); }
-  template <int n> static B sll32(B a) { return _mm256_slli_epi32(a, n); }
   static B pairs_u8(const uint8_t* p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)); }
   static B pairs_i8(const uint8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
   static B madd(B a, B b) { return _mm256_madd_epi16(a, b); }
@@ -185,8 +192,15 @@ struct I {
 #else
   // Sums stay in 16 bits for as many quads as cannot overflow; the multiplication by the scale widens them for free.
   static constexpr bool kSplitChain = true;
-  static B dot(B acc, B w, B x) { return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, x)); }
-  static B dot_first(B w, B x) { return _mm256_maddubs_epi16(w, x); }
+  static B dot(B acc, B w, B x) { return keep(_mm256_add_epi16(acc, _mm256_maddubs_epi16(w, x))); }
+  static B dot_first(B w, B x) { return keep(_mm256_maddubs_epi16(w, x)); }
+  // Stops the optimiser from moving all additions of a chain to its end: the products that wait would be spilled.
+  static B keep(B sums) {
+#if defined(__OPTIMIZE__)
+    asm("" : "+x"(sums));
+#endif
+    return sums;
+  }
   static B finish(B acc, B scale) { return _mm256_madd_epi16(acc, scale); }
   static B finish1(B acc) { return _mm256_madd_epi16(acc, _mm256_set1_epi16(1)); }
   static B even(B pairs) { return _mm256_or_si256(_mm256_slli_epi32(pairs, 16), _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff))); }
@@ -251,6 +265,7 @@ using FL = F;
 
 struct I {
   static constexpr int L = 16;
+  static constexpr int kQuads = 8;
   static constexpr bool kSplitChain = false;
   union B {
     uint8_t u8[64]; int8_t i8[64]; int16_t i16[32]; uint16_t u16[32]; int32_t i32[16]; uint32_t u32[16];
@@ -265,7 +280,6 @@ struct I {
   static B bcast(const void* p) { B r; uint32_t x; std::memcpy(&x, p, 4); for (uint32_t& e : r.u32) e = x; return r; }
   static B add32(B a, B b) { for (int i = 0; i < 16; i++) a.u32[i] += b.u32[i]; return a; }
   static B sub32(B a, B b) { for (int i = 0; i < 16; i++) a.u32[i] -= b.u32[i]; return a; }
-  template <int n> static B sll32(B a) { for (int i = 0; i < 16; i++) a.u32[i] <<= n; return a; }
   static B dot(B acc, B w, B x) {
     for (int i = 0; i < 16; i++)
       for (int j = 0; j < 4; j++) acc.i32[i] += int32_t(w.u8[4 * i + j]) * int32_t(x.i8[4 * i + j]);

@@ -11,12 +11,14 @@ import contextlib
 import json
 import math
 import time
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from forerun import _native
 from forerun.models.executor import Executor
 from forerun.models.partial import write_atomically
 from forerun.ops import StepInput
@@ -230,8 +232,9 @@ def step_times(executor: Executor, fingerprint: str, cache: Path | None, *, budg
     """The table of a model on this machine: from the cache, or measured (and cached) now.
 
     Call it before the first request: it uses the first blocks of the executor's KV. `budget` is the time in seconds
-    that measuring may take, about. A file that is damaged or of another version, model, processor, instruction set or
-    number of threads is measured again. A cache that can't be read or written is no error: the next start measures.
+    that measuring may take, about. A file that is damaged or of another version, model, processor, instruction set,
+    number of threads or build of the kernels is measured again. A cache that can't be read or written is no error: the
+    next start measures.
     """
     tape = executor.tape
     identity: dict[str, object] = {
@@ -239,6 +242,7 @@ def step_times(executor: Executor, fingerprint: str, cache: Path | None, *, budg
         "fingerprint": fingerprint,
         "threads": tape.threads,
         "isa": tape.isa,
+        "kernels": kernels(),
         "processor": processor(),
     }
     path = None if cache is None else cache / "steptime" / f"{fingerprint}-{tape.isa}-{tape.threads}.json"
@@ -307,6 +311,11 @@ def save_times(path: Path, identity: Mapping[str, object], seconds: Mapping[int,
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(content).encode())
+
+
+def kernels() -> int:
+    """A checksum of the native module: other kernels take other times."""
+    return zlib.crc32(Path(_native.__file__ or "").read_bytes())
 
 
 def processor() -> str:
