@@ -14,7 +14,7 @@ from forerun import SamplingParams, _native
 from forerun.draft.base import DraftTree
 from forerun.draft.candidates import Place, draw
 from forerun.draft.model import ModelDrafter
-from forerun.draft.registry import make_drafter
+from forerun.draft.registry import drafter_factory
 from forerun.errors import ConfigurationError, ModelNotFoundError
 from forerun.models.download import resolve
 from reference.plain_model import GREEDY, PlainModel, draft_context, draft_row
@@ -342,12 +342,16 @@ def test_settings_are_checked(model: PlainModel, path: Path, settings: dict[str,
 
 def test_by_name(model: PlainModel, path: Path) -> None:
     context = draft_context(model, path)
-    drafter = make_drafter(f"model:{path}", context)
+    factory = drafter_factory(f"model:{path}")
+    assert factory is not None
+    drafter = factory(context)
     assert isinstance(drafter, ModelDrafter)
     assert drafter.propose([draft_row(1, [1, 2, 3], 1)])[0].tokens == model.following([1, 2, 3], 1)
     drafter.close()
     with pytest.raises(ModelNotFoundError):
-        make_drafter("model:nosuch", context)
+        factory = drafter_factory("model:nosuch")
+        assert factory is not None
+        factory(context)
 
 
 @pytest.mark.model

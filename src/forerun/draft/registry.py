@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import MappingProxyType
 
 from forerun.draft.base import Drafter
 from forerun.errors import ConfigurationError
@@ -63,24 +64,31 @@ def _combined(context: DraftContext) -> Drafter:
     return CombinedDrafter(SuffixDrafter(), ModelDrafter(context))
 
 
-_BUILT_IN: dict[str, tuple[Callable[[DraftContext], Drafter], bool]] = {
-    "lookup": (_lookup, False),
-    "suffix": (_suffix, False),
-    "model": (_model, True),
-    "combined": (_combined, True),
-}
+_BUILT_IN: Mapping[str, tuple[Callable[[DraftContext], Drafter], bool]] = MappingProxyType(
+    {
+        "lookup": (_lookup, False),
+        "suffix": (_suffix, False),
+        "model": (_model, True),
+        "combined": (_combined, True),
+    }
+)
 """Name: factory, and whether it needs an argument."""
 
 
-def make_drafter(draft: object, context: DraftContext) -> Drafter | None:
-    """The drafter that a setting names, or the one that it is; None for "none".
+DrafterFactory = Callable[[DraftContext], Drafter]
 
-    Raises `ConfigurationError` for a name that nobody registered or a missing model name, and what the factory raises.
+
+def drafter_factory(draft: object) -> DrafterFactory | None:
+    """What makes the drafter that a setting names, or hands over the one that it is; None for "none".
+
+    Raises `ConfigurationError` for a name that nobody registered and for a missing model name; so does the factory for
+    a registered one that makes something else.
     """
     if not isinstance(draft, str):
-        if isinstance(draft, Drafter):
-            return draft
-        raise ConfigurationError(f"draft must be a name or a Drafter, got {type(draft).__name__}")
+        if isinstance(draft, Drafter) and not isinstance(draft, type):
+            return lambda _: draft
+        shown = f"the class {draft.__name__}; make one" if isinstance(draft, type) else type(draft).__name__
+        raise ConfigurationError(f"draft must be a name or a Drafter, got {shown}")
     name, _, argument = draft.partition(":")
     if draft == "none":
         return None
@@ -90,15 +98,20 @@ def make_drafter(draft: object, context: DraftContext) -> Drafter | None:
         if needs_argument != bool(argument):
             form = f"{name}:NAME, a model of the catalog or a path" if needs_argument else name
             raise ConfigurationError(f"draft={draft!r} is not allowed; expected {form}")
-        return factory(replace(context, argument=argument))
-    for entry in entry_points(group=ENTRY_POINTS):
-        if entry.name == name:
+        return lambda context: factory(replace(context, argument=argument))
+    registered = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    if name in registered:
+        entry = registered[name]
+
+        def make(context: DraftContext) -> Drafter:
             made = entry.load()(replace(context, argument=argument))
-            if not isinstance(made, Drafter):
-                raise ConfigurationError(
-                    f"the drafter {name!r} of {entry.value} made a {type(made).__name__}, which has no propose(); "
-                    "update the package that registers it"
-                )
-            return made
-    known = ", ".join(["none", *_BUILT_IN, *sorted({e.name for e in entry_points(group=ENTRY_POINTS)})])
+            if isinstance(made, Drafter):
+                return made
+            raise ConfigurationError(
+                f"the drafter {name!r} of {entry.value} made a {type(made).__name__}, which is no Drafter; update the "
+                "package that registers it"
+            )
+
+        return make
+    known = ", ".join(["none", *_BUILT_IN, *sorted(registered)])
     raise ConfigurationError(f"draft={draft!r} is not known; expected one of {known}")

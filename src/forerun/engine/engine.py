@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.draft.base import Drafter
-from forerun.draft.registry import DraftContext, make_drafter
+from forerun.draft.registry import DraftContext, DrafterFactory, drafter_factory
 from forerun.engine.auto import AutoPace
 from forerun.engine.batch import StepBatch
 from forerun.engine.checks import (
@@ -74,7 +74,10 @@ class Engine:
         cache_weights: keep packed weights on disk, so that the next start maps them.
         draft: what proposes tokens ahead of the model: "suffix", "lookup", "model:NAME", "combined:NAME", "none", the
             name of a registered drafter, or a `Drafter`.
-        draft_len: draft tokens per request and step; "auto" chooses them so that the expected speed is highest.
+            Where nothing can ever be drafted, "suffix" is off and the others are refused.
+        draft_len: draft tokens per request and step; "auto" chooses them so that the expected speed is highest, from
+            step times that the first start measures (about 2 s) and keeps beside the packed weights; with
+            `cache_weights` off, every start measures.
 
     Output is a function of the model, prompt, parameters and seed alone: not of the other requests, of chunking,
     preemption or cached prefixes. Methods may be called from several threads; steps run one at a time.
@@ -100,6 +103,8 @@ class Engine:
         kv_blocks = setting("kv_tokens", kv_tokens, BLOCK, 2**31 - BLOCK) // BLOCK
         max_rows = setting("max_rows", max_rows, 1, 4096)
         max_step_tokens = setting("max_step_tokens", max_step_tokens, 1, 1 << 16)
+        factory = drafter_factory(draft)
+        length = None if draft_len == "auto" else setting("draft_len", draft_len, 1, MAX_DRAFT)
         if not isinstance(model, str | Path):
             raise ConfigurationError(
                 f"model must be a catalog name or the path of a .gguf file or a folder, got {type(model).__name__}"
@@ -139,11 +144,15 @@ class Engine:
         self.chooser = Chooser()
         self._argmax = np.zeros(_SCORE_CHUNK, dtype=np.int32)
         self._ids = itertools.count()
-        self.speculator = self._speculator(
-            draft,
-            draft_len,
-            fingerprint,
-            DraftContext(
+        self.speculator: Speculator | None = None
+        can_draft = max_step_tokens >= 2 and self.max_model_len >= 4
+        if factory is not None and not can_draft and draft != "suffix":
+            raise ConfigurationError(
+                f"max_step_tokens={max_step_tokens} and max_model_len={self.max_model_len} leave no room for a draft, "
+                "which takes at least 2 and 4; raise them, or set draft='none'"
+            )
+        if factory is not None and can_draft:
+            context = DraftContext(
                 argument="",
                 config=self.config,
                 tokenizer=self.tokenizer,
@@ -153,29 +162,28 @@ class Engine:
                 max_step_tokens=max_step_tokens,
                 threads=self.executor.tape.threads,
                 cache=cache_dir() if cache_weights else None,
-            ),
-        )
-        self.executor.native_seconds = 0.0  # what measuring step times took isn't a step's
-        if self.speculator is not None:
-            weakref.finalize(self, self.speculator.close).atexit = False
+            )
+            self.speculator = self._speculator(factory, length, fingerprint, context)
         self._loop = Loop(self.scheduler, self.batch, self.executor, self.chooser, self.speculator)
+        if self.speculator is not None:
+            # The loop outlives the engine where a handle is still used.
+            weakref.finalize(self._loop, self.speculator.close).atexit = False
 
     def _speculator(
-        self, draft: object, draft_len: object, fingerprint: str, context: DraftContext
-    ) -> Speculator | None:
-        length = None if draft_len == "auto" else setting("draft_len", draft_len, 1, MAX_DRAFT)
-        if draft != "none" and (context.max_step_tokens < 2 or context.max_model_len < 4):
-            if draft == "suffix":  # the default: nobody asked for what can't be, and nothing is paid for it
-                return None
-            raise ConfigurationError(
-                f"max_step_tokens={context.max_step_tokens} and max_model_len={context.max_model_len} leave no room "
-                "for a draft, which takes at least 2 and 4; raise them, or set draft='none'"
-            )
-        drafter = make_drafter(draft, context)
-        if drafter is None:
-            return None
-        pace: Pace = FixedPace(length) if length else AutoPace(step_times(self.executor, fingerprint, context.cache))
-        return Speculator(drafter, pace, self.config.vocab_size)
+        self, factory: DrafterFactory, length: int | None, fingerprint: str, context: DraftContext
+    ) -> Speculator:
+        drafter = factory(context)
+        try:
+            if length is None:
+                # Measuring doesn't count as a step's time.
+                pace: Pace = AutoPace(step_times(self.executor, fingerprint, context.cache))
+                self.executor.native_seconds = 0.0
+            else:
+                pace = FixedPace(length)
+            return Speculator(drafter, pace, self.config.vocab_size)
+        except BaseException:
+            drafter.close()
+            raise
 
     def generate(
         self,

@@ -152,17 +152,18 @@ class Loop:
             kept, reason = live.accept(choice, tree, now)
             self._settle(row, choice.path[: kept - 1])
             self.scheduler.commit(row, choice.tokens[:kept])
+            self._count(row, live, tree, choice, kept)
+            if reason is not None:
+                self.finish(live, reason, now)
         except BaseException as error:
-            # Its text may be half taken in: such a request can't go on.
-            live.fail(ForerunError(
-                f"request {live.request.request_id!r}: {type(error).__name__} while its text was taken in; submit it "
-                "again"
-            ))  # fmt: skip
-            self.finish(live, "error", now)
+            # Half taken in, it can't go on; but what ended before the interruption stays as it ended.
+            if not live.request.finished:
+                live.fail(ForerunError(
+                    f"request {live.request.request_id!r}: {type(error).__name__} while its text was taken in; submit "
+                    "it again"
+                ))  # fmt: skip
+                self.finish(live, "error", now)
             raise
-        self._count(row, live, tree, choice, kept)
-        if reason is not None:
-            self.finish(live, reason, now)
 
     def _count(self, row: RowPlan, live: LiveRequest, tree: DraftTree, choice: Choice | None, kept: int) -> None:
         """Counts a row, once nothing of it can fail any more: an interrupted step is done again and counts once."""

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from array_api_compat import array_namespace, device, is_cupy_array, is_numpy_array, is_torch_array, to_device
 
-from forerun.draft.base import DraftTree
 from forerun.errors import VerificationError
+
+if TYPE_CHECKING:
+    from forerun.draft.base import DraftTree
 
 Array: TypeAlias = Any
 """An array of any namespace that follows the array API standard (2024.12 or later), e.g. NumPy's or torch's."""
