@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,10 +30,12 @@ from forerun import SamplingParams
 from forerun.draft.base import Drafter, DraftRow
 from forerun.draft.lookup import PromptLookup
 from forerun.draft.suffix import SuffixDrafter
+from forerun.errors import ForerunError
 
 LOOKUP_CONTEXT = 32_768
 SUFFIX_CONTEXT = 8_192
 BUDGET = 16
+WIDTH = 72
 PARAMS = SamplingParams()
 
 
@@ -53,7 +56,9 @@ def real_tokens(model: str, files: list[Path]) -> list[int]:
     from forerun.models.download import resolve
     from forerun.models.source import open_model
 
-    texts = [text for file in files for line in file.read_text().splitlines() for text in strings(json.loads(line))]
+    # Not splitlines(): a JSON string may hold U+2028.
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+    texts = [text for line in lines for text in strings(json.loads(line))]
     random.Random(1).shuffle(texts)
     with open_model(resolve(model)) as source:
         tokenizer = source.tokenizer()
@@ -83,7 +88,7 @@ def microseconds(work: Callable[[], object]) -> float:
 
 def line(what: str, times: list[float]) -> None:
     """One row of the table."""
-    print(f"{what:58s} {median(times):9.2f} {quantiles(times, n=100)[98]:9.2f}")
+    print(f"{what:{WIDTH}s} {median(times):9.2f} {quantiles(times, n=100)[98]:9.2f}")
 
 
 def measure(drafter: Drafter, tokens: list[int], context: int, repeats: int, texts: int) -> None:
@@ -116,13 +121,20 @@ def main() -> None:
     arguments = parser.parse_args()
     if bool(arguments.model) != bool(arguments.data):
         parser.error("--model and --data go together")
-    tokens = real_tokens(arguments.model, arguments.data) if arguments.model else markov_tokens(1_000_000)
+    if arguments.texts < 2 or arguments.repeats < 1:
+        parser.error("--texts must be at least 2 and --repeats at least 1")
+    try:
+        tokens = real_tokens(arguments.model, arguments.data) if arguments.model else markov_tokens(1_000_000)
+    except OSError as error:
+        sys.exit(f"draft_cost: {error.filename} can't be read: {error.strerror}")
+    except (ForerunError, ValueError) as error:
+        sys.exit(f"draft_cost: {error}")
     need = LOOKUP_CONTEXT + arguments.repeats + 1
-    if len(tokens) < need or arguments.texts < 2:
-        parser.error(f"needs 2 texts and {need} tokens, the data has {len(tokens)}")
+    if len(tokens) < need:
+        parser.error(f"needs {need} tokens for these --repeats, there are {len(tokens)}")
 
     print(f"{len(tokens)} tokens of {'text' if arguments.model else 'a Markov chain'}; microseconds")
-    print(f"{'':58s} {'median':>9s} {'p99':>9s}")
+    print(f"{'':{WIDTH}s} {'median':>9s} {'p99':>9s}")
     measure(PromptLookup(), tokens, LOOKUP_CONTEXT, arguments.repeats, arguments.texts)
     alone = SuffixDrafter(shared=False)
     print("suffix without a shared store")

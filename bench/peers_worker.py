@@ -32,7 +32,7 @@ class Forerun:
         from forerun.cli.bench_probe import ForwardProbe
         from forerun.cli.bench_setup import file_hash
         from forerun.engine.engine import Engine
-        from forerun.measure import passage, speed
+        from forerun.measure import passage
 
         plan = request["plan"]
         context, rows, batch = plan["context"], max(plan["rows"]), max(plan["batches"])
@@ -56,7 +56,7 @@ class Forerun:
         return {
             "path": str(path.resolve()),
             "sha256": file_hash(request["model"], path),
-            "cpu": speed.cpu_name(),
+            "cpu": ops.cpu_name(),
             "physical_cores": ops.physical_cores(),
             "threads": tape.threads,
             "version": f"forerun {forerun.__version__} ({tape.isa})",
@@ -94,7 +94,6 @@ class Forerun:
         from forerun.cli.bench_setup import file_hash
         from forerun.cli.bench_speculate import TaskRunner
         from forerun.engine.engine import Engine
-        from forerun.measure import speed
         from forerun.measure.tasks import read_tasks
 
         most = request["max_tokens"]
@@ -120,7 +119,7 @@ class Forerun:
         return {
             "path": str(path.resolve()),
             "sha256": file_hash(request["model"], path),
-            "cpu": speed.cpu_name(),
+            "cpu": ops.cpu_name(),
             "physical_cores": ops.physical_cores(),
             "threads": tape.threads,
             "version": f"forerun {forerun.__version__} ({tape.isa})",

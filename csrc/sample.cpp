@@ -73,7 +73,7 @@ FORERUN_INLINE int draw(const Row& row, const Cut& cut, float min_p, NoiseKey ke
   for (int b = 0; b < row.blocks; ++b) {
     if (b != strongest && s.block_bound[static_cast<std::size_t>(b)] >= best) evaluate(b);
   }
-  return chosen;
+  return best > -kInf ? chosen : kSampleNothingAllowed;
 }
 
 FORERUN_INLINE int sample_impl(const float* logits, int V, const SampleSpec& spec, std::uint64_t position,
@@ -220,22 +220,15 @@ Output<std::int32_t> sample(Logits logits, Vector<std::int32_t> rows, Vector<flo
   const std::size_t R = rows.shape(0);
   const int V = vocabulary(logits);
   expect_rows_within(rows, logits);
-  expect_rows("temperature", temperature, R);
-  expect_rows("top_k", top_k, R);
-  expect_rows("top_p", top_p, R);
-  expect_rows("min_p", min_p, R);
-  expect_rows("seed", seed, R);
-  expect_rows("position", position, R);
+  const Specs specs{temperature, top_k, top_p, min_p, seed, position};
+  specs.check(R);
   const SampleIsa isa = isa_named(isa_name);
   auto tokens = std::make_unique<std::int32_t[]>(R);
   {
     nb::gil_scoped_release release;
     SampleScratch scratch;
     for (std::size_t r = 0; r < R; ++r) {
-      const SampleSpec spec{temperature.data()[r], top_k.data()[r], top_p.data()[r], min_p.data()[r],
-                            seed.data()[r]};
-      tokens[r] = sample_row(row_of(logits, rows.data()[r]), V, spec,
-                             static_cast<std::uint64_t>(position.data()[r]), scratch, isa);
+      tokens[r] = sample_row(row_of(logits, rows.data()[r]), V, specs.at(r), specs.position_at(r), scratch, isa);
     }
   }
   return output(std::move(tokens), {R});

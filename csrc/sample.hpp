@@ -17,10 +17,10 @@ class module_;
 namespace forerun {
 
 struct SampleSpec {
-  float temperature = 0.0f;  // 0 is greedy
-  std::int32_t top_k = 0;    // 0 is off
-  float top_p = 1.0f;        // 1 is off
-  float min_p = 0.0f;        // 0 is off
+  float temperature = 0.0f;  // at least 0 and finite; 0 is greedy
+  std::int32_t top_k = 0;    // at least 0; 0 is off
+  float top_p = 1.0f;        // from 0 to 1; 1 is off
+  float min_p = 0.0f;        // from 0 to 1; 0 is off
   std::uint64_t seed = 0;
 };
 

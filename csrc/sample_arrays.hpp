@@ -6,6 +6,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
@@ -54,6 +55,42 @@ inline void expect_rows_within(const Vector<std::int32_t>& rows, const Logits& l
     }
   }
 }
+
+// The parameters of rows. The kernels rely on what `check` demands: outside these ranges nothing may be left to draw.
+struct Specs {
+  Vector<float> temperature;
+  Vector<std::int32_t> top_k;
+  Vector<float> top_p, min_p;
+  Vector<std::uint64_t> seed;
+  Vector<std::int64_t> position;
+
+  void check(std::size_t rows) const {
+    const auto share = [](float p) { return p >= 0.0f && p <= 1.0f; };
+    const auto scale = [](float t) { return t >= 0.0f && std::isfinite(t); };
+    expect("temperature", temperature, rows, "0 or above and finite", scale);
+    expect("top_k", top_k, rows, "0 or above", [](std::int32_t k) { return k >= 0; });
+    expect("top_p", top_p, rows, "from 0 to 1", share);
+    expect("min_p", min_p, rows, "from 0 to 1", share);
+    expect_rows("seed", seed, rows);
+    expect_rows("position", position, rows);
+  }
+  SampleSpec at(std::size_t r) const {
+    return {temperature.data()[r], top_k.data()[r], top_p.data()[r], min_p.data()[r], seed.data()[r]};
+  }
+  std::uint64_t position_at(std::size_t r) const { return static_cast<std::uint64_t>(position.data()[r]); }
+
+ private:
+  template <class T, class Test>
+  static void expect(const char* name, const Vector<T>& values, std::size_t rows, const char* range, Test allowed) {
+    expect_rows(name, values, rows);
+    for (std::size_t r = 0; r < rows; ++r) {
+      if (!allowed(values.data()[r])) {
+        throw std::invalid_argument(std::string(name) + "[" + std::to_string(r) + "] is " +
+                                    std::to_string(values.data()[r]) + "; it must be " + range);
+      }
+    }
+  }
+};
 
 inline int vocabulary(const Logits& logits) {
   constexpr std::size_t most = 1u << 22;  // keeps the sum of masses below 2^63

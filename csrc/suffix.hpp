@@ -99,7 +99,7 @@ class SuffixStore {
   }
   int scope_at(Slot slot) const { return pages_[pages_[slot / kPage].first].scope; }
   void touch(Slot slot);
-  // As SuffixText::match, of the text before `slot` with the context that ends at `last`.
+  // As SuffixText::match, of the text that ends at `slot` with the context that ends at `last`.
   int match(Slot slot, const Token* last, std::size_t have) const;
 
  private:

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 #include <utility>
 
@@ -39,8 +40,10 @@ struct LessWorth {
   }
 };
 
+bool positive(double x) { return x > 0 && std::isfinite(x); }
+
 constexpr std::size_t kClasses = 8;
-constexpr int kStrangers = 64;
+constexpr int kStrangers = 64;  // occurrences of other contexts, brought by hash collisions, before a search gives up
 constexpr double kNegligible = 0.02;  // what longer contexts leave open, to be worth a look at shorter ones
 constexpr int kFollowed = 24;  // occurrences that decide what follows a node; the first node has them all
 
@@ -226,7 +229,7 @@ SuffixTree propose_suffix(const SuffixText& text, SuffixStore* store, const std:
     throw std::invalid_argument("proposals need one escape for each context length, 8 at most");
   if (store != nullptr && store->lengths() != text.lengths())
     throw std::invalid_argument("text and store index contexts of different lengths");
-  if (!(doubt > 0)) throw std::invalid_argument("doubt must be positive");
+  if (!positive(doubt)) throw std::invalid_argument("doubt must be positive and finite");
   return Proposal(text, store, scope, rule, doubt).grow(budget);
 }
 
@@ -245,9 +248,10 @@ class Ids {
     std::vector<Token> out;
     if (first >= size()) return out;
     out.reserve(size() - first);
-    PyObject** items = PySequence_Fast_ITEMS(items_.ptr());
+    // An id's __index__ may change the list: neither its items nor its size are believed for longer than one id.
     for (std::size_t i = first; i < size(); i++) {
-      const long id = PyLong_AsLong(items[i]);
+      const nb::object item = nb::borrow(PySequence_Fast_GET_ITEM(items_.ptr(), Py_ssize_t(i)));
+      const long id = PyLong_AsLong(item.ptr());
       if (id == -1 && PyErr_Occurred()) nb::raise_python_error();
       if (id < 0 || id > INT32_MAX) throw std::invalid_argument("token ids must be from 0 to 2147483647, got " + std::to_string(id));
       out.push_back(Token(id));
@@ -280,11 +284,15 @@ nb::list list_of(const std::vector<T>& values) {
 std::pair<nb::list, int> latest(const SuffixText& text, int most) {
   nb::list out;
   const std::size_t n = text.size();
+  int strangers = kStrangers;
   for (std::size_t l = text.lengths().size(); l-- > 0;) {
     if (n < std::size_t(text.lengths()[l])) continue;
     for (std::int32_t p = text.earlier(n - 1, l); p >= 0; p = text.earlier(std::size_t(p), l)) {
       const int match = text.match(std::size_t(p));
-      if (match < text.lengths()[l]) continue;
+      if (match < text.lengths()[l]) {
+        if (strangers-- == 0) return {out, 0};
+        continue;
+      }
       // Past the end of the text it repeats itself, as in LZ77.
       const std::size_t period = n - 1 - std::size_t(p);
       for (int i = 0; i < most; i++) out.append(text.data()[std::size_t(p) + 1 + std::size_t(i) % period]);
@@ -300,11 +308,11 @@ void register_suffix(nb::module_& m) {
   nb::class_<SuffixText>(m, "SuffixText", "A growing text, indexed by contexts of a few lengths.")
       .def(nb::init<std::vector<int>>(), "lengths"_a)
       .def("__len__", &SuffixText::size)
-      .def_prop_ro("bytes", &SuffixText::bytes)
+      .def_prop_ro("bytes", &SuffixText::bytes, "Memory of the text and its index.")
       .def("follow", &follow, "tokens"_a,
            "Become `tokens`: cut to their number if longer, append those that are missing. The beginning isn't compared.")
-      .def("truncate", &SuffixText::truncate, "n_tokens"_a)
-      .def("copy", [](const SuffixText& text) { return SuffixText(text); })
+      .def("truncate", &SuffixText::truncate, "n_tokens"_a, "Forget the tokens from `n_tokens` on, if there are any.")
+      .def("copy", [](const SuffixText& text) { return SuffixText(text); }, "The same text with an index of its own.")
       .def("latest", &latest, "most"_a,
            "(continuation of the latest earlier occurrence of the longest indexed context, tokens that agree before it).");
 
@@ -312,9 +320,9 @@ void register_suffix(nb::module_& m) {
       .def("__init__", [](SuffixRule* self, std::vector<double> escape, double shared_weight, double min_survival,
                           int max_depth, int own_limit, int shared_limit) {
         for (const double e : escape)
-          if (!(e > 0)) throw std::invalid_argument("escapes must be positive");
-        if (!(shared_weight > 0) || !(min_survival > 0) || max_depth < 1 || own_limit < 1 || shared_limit < 1)
-          throw std::invalid_argument("weights, thresholds and limits must be positive");
+          if (!positive(e)) throw std::invalid_argument("escapes must be positive and finite");
+        if (!positive(shared_weight) || !positive(min_survival) || max_depth < 1 || own_limit < 1 || shared_limit < 1)
+          throw std::invalid_argument("weights, thresholds and limits must be positive and finite");
         new (self) SuffixRule{std::move(escape), shared_weight, min_survival, max_depth, own_limit, shared_limit};
       }, "escape"_a, "shared_weight"_a, "min_survival"_a, "max_depth"_a, "own_limit"_a, "shared_limit"_a);
 

@@ -147,9 +147,11 @@ FORERUN_INLINE void subtract(Target& t, const DraftChild* children, int k, std::
   std::swap(s.block_mass, s.next_block_mass);
 }
 
-// The token at which the masses, summed by ascending id, pass a uniform share of the total.
+// The token at which the masses, summed by ascending id, pass a uniform share of the total; kSampleNothingAllowed
+// where there is none, which takes a spec outside its ranges.
 FORERUN_INLINE std::int32_t draw_residual(const Target& t, const DraftChild* children, int n, double uniform,
                                           const VerifyScratch& s) {
+  if (t.total == 0) return kSampleNothingAllowed;
   std::uint64_t left = static_cast<std::uint64_t>(uniform * static_cast<double>(t.total));
   left = std::min(left, t.total - 1);
   std::size_t b = 0;
@@ -291,12 +293,8 @@ std::tuple<Output<std::int32_t>, Output<std::int32_t>> reject(
   const std::size_t R = rows.shape(0);
   const int V = vocabulary(logits);
   expect_rows_within(rows, logits);
-  expect_rows("temperature", temperature, R);
-  expect_rows("top_k", top_k, R);
-  expect_rows("top_p", top_p, R);
-  expect_rows("min_p", min_p, R);
-  expect_rows("seed", seed, R);
-  expect_rows("position", position, R);
+  const Specs specs{temperature, top_k, top_p, min_p, seed, position};
+  specs.check(R);
   expect_children(child_start, child_tokens, q, child_q, R, V);
   const SampleIsa isa = isa_named(isa_name);
   auto choice = std::make_unique<std::int32_t[]>(R);
@@ -306,16 +304,14 @@ std::tuple<Output<std::int32_t>, Output<std::int32_t>> reject(
     VerifyScratch scratch;
     std::vector<DraftChild> children;
     for (std::size_t r = 0; r < R; ++r) {
-      const SampleSpec spec{temperature.data()[r], top_k.data()[r], top_p.data()[r], min_p.data()[r],
-                            seed.data()[r]};
       children.clear();
       for (std::int32_t c = child_start.data()[r]; c < child_start.data()[r + 1]; ++c) {
         const std::int32_t q_row = child_q.data()[c];
         children.push_back({child_tokens.data()[c],
                             q_row < 0 ? nullptr : q.data() + static_cast<std::size_t>(q_row) * q.shape(1)});
       }
-      const NodeChoice made = reject_node(row_of(logits, rows.data()[r]), V, spec,
-                                          static_cast<std::uint64_t>(position.data()[r]), children, scratch, isa);
+      const NodeChoice made = reject_node(row_of(logits, rows.data()[r]), V, specs.at(r), specs.position_at(r),
+                                          children, scratch, isa);
       choice[r] = made.choice;
       tokens[r] = made.token;
     }

@@ -166,6 +166,8 @@ def programs(lines: Iterator[str]) -> list[Program]:
     """HumanEval's problems of a suitable length, in the order of the file."""
     found = []
     for line in lines:
+        if not line.strip():
+            continue
         problem = json.loads(line)
         text = (problem["prompt"] + problem["canonical_solution"]).strip("\n") + "\n"
         if SHORTEST <= len(text) <= LONGEST:
@@ -209,9 +211,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the code-edit tasks from HumanEval.")
     parser.add_argument("human_eval", type=Path, help="human_eval.jsonl")
     path = parser.parse_args().human_eval
-    with path.open(encoding="utf-8") as lines:
-        for one in make(programs(lines)):
-            sys.stdout.write(json.dumps(one, ensure_ascii=False) + "\n")
+    try:
+        with path.open(encoding="utf-8") as lines:
+            problems = programs(lines)
+    except OSError as error:
+        raise SystemExit(f"make_code_edit: {path} can't be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SystemExit(f"make_code_edit: {path} is not HumanEval's JSON lines: {error!r}") from None
+    for one in make(problems):
+        sys.stdout.write(json.dumps(one, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from forerun.draft.lookup import PromptLookup
 from forerun.draft.model import ModelDrafter
 from forerun.draft.registry import ENTRY_POINTS
 from forerun.draft.suffix import LENGTHS, SuffixDrafter
-from forerun.engine import acceptance, auto
+from forerun.engine import acceptance, auto, goodput
 from forerun.engine.output import SpeculationStats
 from forerun.sample.noise import gumbel
 from reference.bigram import write_bigram_gguf
@@ -266,7 +266,7 @@ def test_the_figures_of_the_verification_page() -> None:
 
 def test_the_constants_that_the_pages_name_are_those_of_the_code() -> None:
     text = prose("draft-length.md")
-    assert f"promise {auto._MARGIN:.1%} more than none" in text
+    assert f"promise {goodput.MARGIN:.1%} more than none" in text
     assert f"less than {auto._FREE:.1%} of the step" in text
     assert f"from {auto._FIRST_GAP:.0f} steps to {auto._MAX_GAP:.0f}" in text
     assert f"starts with at most {auto._ADVANCE}, gets {auto._CREDIT} a step" in text

@@ -1,4 +1,8 @@
-"""Native kernels of Forerun; use forerun.ops."""
+"""Native kernels of Forerun.
+
+The rooms that sampling, verification and suffix matching belong to call their functions here. Everything else goes
+through forerun.ops, which checks shapes, dtypes and settings.
+"""
 
 import builtins
 from collections.abc import Sequence
@@ -67,14 +71,20 @@ class SuffixText:
     def __init__(self, lengths: Sequence[int]) -> None: ...
     def __len__(self) -> int: ...
     @property
-    def bytes(self) -> int: ...
+    def bytes(self) -> int:
+        """Memory of the text and its index."""
+
     def follow(self, tokens: Sequence[int]) -> None:
         """
         Become `tokens`: cut to their number if longer, append those that are missing. The beginning isn't compared.
         """
 
-    def truncate(self, n_tokens: int) -> None: ...
-    def copy(self) -> SuffixText: ...
+    def truncate(self, n_tokens: int) -> None:
+        """Forget the tokens from `n_tokens` on, if there are any."""
+
+    def copy(self) -> SuffixText:
+        """The same text with an index of its own."""
+
     def latest(self, most: int) -> tuple[list[int], int]:
         """
         (continuation of the latest earlier occurrence of the longest indexed context, tokens that agree before it).

@@ -107,7 +107,7 @@ def test_the_answer_is_the_engines(capsys: pytest.CaptureFixture[str], engine: E
     prompt, answer = len(expected.prompt_token_ids), len(expected.token_ids)
     pattern = (
         rf"prompt {prompt} tokens at \d+/s, output {answer} tokens at [\d.]+/s, "
-        rf"first token after [\d.]+ s, (no drafts|drafts: \d+ of \d+ accepted, [\d.]+ tokens a step), "
+        rf"first token after [\d.]+ s, (no drafts( \(.+?\))?|draft tokens: \d+ of \d+ accepted, [\d.]+ tokens a step), "
         rf"finish: {expected.finish_reason}\n"
     )
     assert re.fullmatch(pattern, errors)

@@ -23,6 +23,7 @@ from forerun.cli import draft_options, run_view
 from forerun.cli.run_view import DraftMarks, Span, Trace
 from forerun.draft import registry
 from forerun.draft.base import Drafter, DraftRow
+from forerun.engine import speculate as engine_speculate
 from forerun.engine.output import Piece, SpeculationStats, TokenOrigin
 from forerun.engine.pace import Decision
 from forerun.models.source import open_model
@@ -130,10 +131,10 @@ def test_drafts_change_no_character(capsys: pytest.CaptureFixture[str], model: s
 def test_the_statistics_say_what_became_of_drafts(capsys: pytest.CaptureFixture[str], model: str) -> None:
     # After the first token 39 more: in nine steps 3 + 1, in the last 2 + 1.
     _, _, right = call(capsys, *flags(model, "right", "--draft-len", "3"))
-    assert re.search(r", drafts: (\d+) of \1 accepted, 3\.6 tokens a step, finish: length\n$", right), right
+    assert re.search(r", draft tokens: (\d+) of \1 accepted, 3\.6 tokens a step, finish: length\n$", right), right
     # One right and two wrong in 18 steps, then with room for two, then for none.
     _, _, wrong = call(capsys, *flags(model, "wrong", "--draft-len", "3"))
-    assert re.search(r", drafts: 19 of 56 accepted, 1\.9 tokens a step, finish: length\n$", wrong), wrong
+    assert re.search(r", draft tokens: 19 of 56 accepted, 1\.9 tokens a step, finish: length\n$", wrong), wrong
     _, _, off = call(capsys, *flags(model, "right", "--no-speculate"))
     assert ", no drafts, finish" in off
 
@@ -198,7 +199,12 @@ def test_the_trace_has_a_line_a_step(capsys: pytest.CaptureFixture[str], model: 
 def test_the_trace_of_auto_shows_what_was_weighed(capsys: pytest.CaptureFixture[str], model: str) -> None:
     code, _, errors = call(capsys, *flags(model, "right", "--trace"))
     assert code == 0
-    assert re.search(r"^step at \d+:.* length \d+ \(.+\)", errors, flags=re.MULTILINE), errors
+    rate = r"[\d.]+/s"
+    weighed = rf"expected [\d.]+ tokens in [\d.]+ ms \({rate}; without {rate}\), accepted \d+"
+    line = re.compile(rf"step at \d+: length \d+( of \d+ proposed)?( \([^()]+\))?(, {weighed})?")
+    *steps, _statistics = errors.splitlines()
+    assert len(steps) > 1
+    assert all(line.fullmatch(step) for step in steps), steps
 
 
 @pytest.mark.usefixtures("known")
@@ -233,8 +239,9 @@ def test_penalties_and_verification_reach_the_engine(capsys: pytest.CaptureFixtu
     [
         (["--draft-len", "many"], 2, "'many' is neither auto nor a whole number"),
         (["--draft-len", "-1"], 2, "--draft-len"),
-        (["--draft-len", "64"], 1, "draft_len=64 is not allowed"),
-        (["--draft", "psychic"], 1, "draft='psychic' is not known"),
+        (["--draft-len", "0"], 2, "'0' is neither auto nor a whole number from 1 to 63"),
+        (["--draft-len", "64"], 2, "'64' is neither auto nor a whole number from 1 to 63"),
+        (["--draft", "psychic"], 1, "draft='psychic' is not known; expected one of none, lookup, suffix, model:NAME, "),
         (["--draft", "model:"], 1, "draft='model:' is not allowed"),
         (["--verify", "maybe"], 2, "verify='maybe' is not allowed"),
         (["--frequency-penalty", "3"], 2, "frequency_penalty=3.0 is not allowed"),
@@ -301,6 +308,69 @@ def test_on_one_terminal_the_trace_comes_after_the_answer(model: str) -> None:
     assert not any("step at" in line for line in lines[:first])
 
 
+def test_colours_and_dim_are_left_out_where_they_are_not_understood(model: str) -> None:
+    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        shown, _ = on_terminal(*MARKED, "-m", model, **environment)
+        assert "\x1b" not in shown
+        assert "<!" in shown
+        assert "draft tokens: " in shown
+    shown, _ = on_terminal(*MARKED, "-m", model, TERM="xterm")
+    assert "\x1b[2m" in shown, "dim is never shown, so the check above can't fail"
+
+
+def test_into_one_pipe_the_trace_comes_after_the_answer(model: str) -> None:
+    command = [*FORERUN, "run", *REPEATS, "--draft", "lookup", "--draft-len", "4", "--trace", "-m", model]
+    apart = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=True)
+    together = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=True
+    )
+    *steps, _statistics = apart.stderr.splitlines()
+    assert len(steps) > 10
+    assert together.stdout.startswith(apart.stdout + b"\n".join(steps) + b"\n")
+
+
+@pytest.mark.parametrize("arguments", [["--draft", "none"], ["--no-speculate"]])
+def test_without_drafts_the_trace_says_why(
+    capsys: pytest.CaptureFixture[str], model: str, arguments: list[str]
+) -> None:
+    code, _, errors = call(capsys, *REPEATS, "-m", model, "--trace", *arguments)
+    assert code == 0
+    assert errors.splitlines()[0] == f"nothing is drafted: {' '.join(arguments)}"
+    assert "step at" not in errors
+
+
+def test_no_speculation_loads_no_draft_model(
+    capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    make = Engine.__init__
+
+    def spied(engine: Engine, *arguments: Any, **settings: Any) -> None:
+        asked.append(settings["draft"])
+        make(engine, *arguments, **settings)
+
+    monkeypatch.setattr(Engine, "__init__", spied)
+    code, output, _ = call(capsys, *REPEATS, "-m", model, "--draft", f"model:{model}", "--no-speculate", "--json")
+    assert (code, asked) == (0, ["none"])
+    assert json.loads(output)["speculation"]["draft"] == "none"
+
+
+def test_an_unknown_drafter_is_refused_before_a_model_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, errors = call(capsys, "x", "-m", "no-such-model", "--draft", "psychic")
+    assert code == 1
+    assert "draft='psychic' is not known" in errors
+
+
+@pytest.mark.usefixtures("known")
+def test_json_has_the_whole_trace(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    code, output, errors = call(capsys, *flags(model, "wrong", "--draft-len", "3", "--trace", "--json"))
+    assert (code, errors) == (0, "")
+    found = json.loads(output)
+    assert sum(step["accepted"] for step in found["trace"]) == found["speculation"]["accepted"] > 10
+    assert sum(step["length"] for step in found["trace"]) == found["speculation"]["proposed"]
+    assert "trace" not in json.loads(call(capsys, *flags(model, "wrong", "--json"))[1])
+
+
 def piece(text: str, ids: Sequence[int] = (), origins: Sequence[TokenOrigin] = (), *decisions: Decision) -> Piece:
     return Piece(text, tuple(ids), origins=tuple(origins), decisions=decisions)
 
@@ -364,26 +434,68 @@ def test_marks_are_closed_and_target_text_is_bare() -> None:
 
 def test_a_trace_line_says_what_was_weighed() -> None:
     trace = Trace(10)
-    options = ((0, 1.0, 0.0184), (4, 2.9, 0.0241))
-    first = Decision(1, 11, 4, options, "most tokens per second")
-    second = Decision(1, 14, 0, options[:1], "three failures")
+    options = ((0, 1.0, 0.02), (1, 1.9, 0.0204), (2, 2.9, 0.025), (3, 4.0, 0.4))
+    first = Decision(1, 11, 2, options, "most tokens per second")
+    second = Decision(1, 14, 0, options, "no draft is worth its time")
+    third = Decision(1, 15, 0, options[:1], "resting after losses")
+    fourth = Decision(1, 16, 3, options, "a probe")
     assert trace.lines(piece("a", [1], ["target"])) == []
-    lines = trace.lines(piece("b", [1, 2, 3, 4], ["accepted", "accepted", "correction", "target"], first, second))
+    origins: list[TokenOrigin] = ["accepted", "accepted", "correction", "target", "target"]
+    lines = trace.lines(piece("b", [1, 2, 3, 4, 5], origins, first, second, third))
+    lines += trace.lines(piece("b", [6], ["correction"], fourth))
     assert lines == [
-        "step at 11: 0: 1.00 tokens in 18.4 ms, 4: 2.90 tokens in 24.1 ms; length 4 (most tokens per second), "
-        "accepted 2",
-        "step at 14: 0: 1.00 tokens in 18.4 ms; length 0 (three failures)",
+        "step at 11: length 2 of 3 proposed, expected 2.9 tokens in 25.0 ms (116.0/s; without 50.0/s), accepted 2",
+        "step at 14: length 0 of 3 proposed (no draft is worth its time; without 50.0/s)",
+        "step at 15: length 0 (drafts cost more time than they won)",
+        "step at 16: length 3 of 3 proposed (a probe), expected 4.0 tokens in 400 ms (10.0/s; without 50.0/s), "
+        "accepted 0",
     ]
+    found = trace.describe()
+    assert [(one["position"], one["length"], one["accepted"]) for one in found] == [
+        (11, 2, 2), (14, 0, 0), (15, 0, 0), (16, 3, 0),
+    ]  # fmt: skip
+    assert found[0]["options"] == [
+        {"length": length, "expected_tokens": tokens, "expected_seconds": seconds}
+        for length, tokens, seconds in options
+    ]
+
+
+def test_a_fixed_length_without_a_proposal_says_so() -> None:
+    fixed = [Decision(1, 2, 0, (), "fixed at 4"), Decision(1, 3, 4, (), "fixed at 4")]
+    assert Trace(1).lines(piece("ab", [1, 2], ["target", "target"], *fixed)) == [
+        "step at 2: length 0 (nothing proposed)",
+        "step at 3: length 4 (fixed at 4), accepted 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("decisions", "why"),
+    [
+        ([], None),
+        ([Decision(1, 2, 0, (), "fixed at 4"), Decision(1, 3, 0, (), "nothing proposed")], "nothing proposed"),
+        ([Decision(1, 2, 0, (), "nothing proposed"), Decision(1, 3, 0, (), "resting after losses")], "none was worth"),
+        ([Decision(1, 2, 0, (), "the drafter's time isn't worth it")], "none was worth its time"),
+        ([Decision(1, 2, 0, (), "no draft is worth its time"), Decision(1, 3, 1, (), "a probe")], None),
+        ([Decision(1, 2, 0, (), "nothing proposed"), Decision(1, 3, 0, (), "something else")], None),
+    ],
+)
+def test_why_nothing_was_drafted(decisions: list[Decision], why: str | None) -> None:
+    trace = Trace(1)
+    trace.lines(piece("ab", [1, 2], ["target", "target"], *decisions))
+    found = trace.why_nothing
+    assert found == why if why is None else found is not None and found.startswith(why)
+    assert run_view.summary(SpeculationStats(), found) == ("no drafts" if why is None else f"no drafts ({found})")
 
 
 def test_nothing_counted_is_no_data() -> None:
     assert run_view.summary(SpeculationStats()) == "no drafts"
     assert run_view.summary(SpeculationStats(proposed=4, accepted=0, decisions=3, emitted=3)) == (
-        "drafts: 0 of 4 accepted, 1.0 tokens a step"
+        "draft tokens: 0 of 4 accepted, 1.0 tokens a step"
     )
     found = run_view.describe("none", "auto", SpeculationStats())
     assert found["acceptance"] is found["tokens_per_decision"] is None
 
 
-def test_the_default_drafter_is_the_engines() -> None:
+def test_the_default_drafter_and_the_longest_draft_are_the_engines() -> None:
+    assert draft_options.MAX_DRAFT == engine_speculate.MAX_DRAFT
     assert inspect.signature(Engine).parameters["draft"].default == draft_options.DEFAULT_DRAFT

@@ -7,13 +7,16 @@ import importlib.util
 import itertools
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from forerun import Engine, SamplingParams, cli
 from forerun.cli.bench_speculate import TaskRunner
@@ -66,7 +69,9 @@ def flags(model: Path, tasks: Path, *more: str) -> list[str]:
 
 
 ROW = [
-    "category", "tasks", "runs", "output_tokens", "off_tokens_per_s", "on_tokens_per_s", "ratio", "ratio_median",
+    "category", "tasks", "runs", "output_tokens", "decisions", "drafted", "proposed", "computed", "accepted", "emitted",
+    "by_drafter", "off_seconds", "on_seconds", "draft_seconds", "forward_seconds", "verify_seconds", "schedule_seconds",
+    "off_tokens_per_s", "on_tokens_per_s", "ratio", "ratio_median",
     "decode_ratio", "tokens_per_step", "acceptance", "wasted", "drafted_share", "positions", "off_p50_s", "off_p99_s",
     "on_p50_s", "on_p99_s", "p99_ratio", "identical",
 ]  # fmt: skip
@@ -79,11 +84,13 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str], model: Path, tas
     assert (code, errors) == (0, "")
     found = json.loads(output)
     assert list(found) == [
-        "setup", "draft", "draft_len", "tasks_file", "tasks_sha256", "temperature", "max_tokens", "batch", "rounds",
-        "isolation", "left_out", "rows", "differing", "identical",
+        "setup", "date", "draft", "draft_len", "tasks_file", "tasks_sha256", "temperature", "max_tokens", "batch",
+        "rounds", "isolation", "left_out", "complete", "rows", "results", "differences", "differing", "identical",
     ]  # fmt: skip
     assert (found["draft"], found["draft_len"], found["batch"], found["rounds"]) == (draft, "4", 1, 2)
     assert (found["left_out"], found["differing"], found["identical"]) == ([], [], True)
+    assert (found["complete"], found["differences"]) == (True, [])
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(found["date"])) < timedelta(minutes=5)
     assert found["tasks_sha256"] == hashlib.sha256(tasks.read_bytes()).hexdigest()
     assert found["setup"]["sha256"] == hashlib.sha256(model.read_bytes()).hexdigest()
     assert "prefix cache off" in found["isolation"]
@@ -107,13 +114,35 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str], model: Path, tas
         assert row["ratio"] == pytest.approx(row["on_tokens_per_s"] / row["off_tokens_per_s"])
         assert row["tokens_per_step"] >= 1
         assert 0 < row["off_p50_s"] <= row["off_p99_s"]
+        assert row["ratio"] == pytest.approx(row["off_seconds"] / row["on_seconds"])
+        assert row["on_tokens_per_s"] == pytest.approx(row["emitted"] / row["on_seconds"])
+        assert row["emitted"] == row["output_tokens"] >= row["decisions"]
+        phases = [row[f"{phase}_seconds"] for phase in ("draft", "forward", "verify", "schedule")]
+        assert min(phases) > 0
+        assert sum(phases) <= row["on_seconds"]
+        assert row["computed"] > row["output_tokens"] + row["proposed"]
         if not row["positions"]:
             assert row["acceptance"] is row["wasted"] is None
+            assert (row["drafted"], row["proposed"], row["by_drafter"]) == (0, 0, {})
             continue
-        proposed, accepted = (sum(place[n] for place in row["positions"]) for n in (0, 1))
-        assert row["acceptance"] == pytest.approx(accepted / proposed)
+        for n, place in enumerate(row["positions"]):
+            assert list(place) == ["proposed", "accepted", "share"]
+            assert place["share"] == pytest.approx(place["accepted"] / row["drafted"])
+            assert n == 0 or place["share"] <= row["positions"][n - 1]["share"]
+        for name in ("proposed", "accepted"):
+            assert row[name] == sum(place[name] for place in row["positions"])
+            assert row[name] == sum(one[name] for one in row["by_drafter"].values())
+        assert row["by_drafter"].keys() == {draft}
+        assert row["acceptance"] == pytest.approx(row["accepted"] / row["proposed"])
         assert row["acceptance"] + row["wasted"] == pytest.approx(1)
     assert rows["all"]["positions"], "nothing was drafted"
+    results = found["results"]
+    assert [result["task_id"] for result in results] == ["e1", "e2", "e3", "9"] * 2
+    assert [result["category"] for result in results[:4]] == ["edit/one", "edit/one", "edit/two", "chat"]
+    assert all(result["identical"] for result in results)
+    assert sum(result["emitted"] for result in results) == rows["all"]["emitted"]
+    for side in ("off_seconds", "on_seconds"):
+        assert 0 < sum(result[side] for result in results) <= rows["all"][side]
 
 
 def test_the_report_as_text(capsys: pytest.CaptureFixture[str], model: Path, tasks: Path) -> None:
@@ -122,10 +151,24 @@ def test_the_report_as_text(capsys: pytest.CaptureFixture[str], model: Path, tas
     assert (code, errors) == (0, "")
     assert lines[3].startswith("forerun bench speculate -m ")
     assert lines[4] == "draft lookup, length 4, greedy, batch 1, at most 32 tokens an answer, 1 round"
-    head = next(n for n, line in enumerate(lines) if "CATEGORY" in line)
+    assert max(len(line) for line in lines[4:]) <= 100
+    head, times = (n for n, line in enumerate(lines) if "CATEGORY" in line)
+    assert lines[head].split() == [
+        "CATEGORY", "TASKS", "OFF", "TOKENS/S", "ON", "TOKENS/S", "RATIO", "DECODE", "TOKENS/STEP", "ACCEPTED", "SAME",
+    ]  # fmt: skip
+    assert [line.split()[:2] for line in lines[times + 1 : times + 6]] == [
+        ["edit", "3"], ["edit/one", "2"], ["edit/two", "1"], ["chat", "1"], ["all", "4"],
+    ]  # fmt: skip
     assert [line.split()[0] for line in lines[head + 1 : head + 6]] == ["edit", "edit/one", "edit/two", "chat", "all"]
     assert all(line.endswith(" yes") for line in lines[head + 1 : head + 6])
-    assert lines[head + 6] == "accepted of proposed drafts by position, from the first:"
+    assert lines[head + 6].startswith("ratio = time off / time on, prompts included; ")
+    assert "A category a has the tasks of a/b, too." in output
+    shares = next(n for n, line in enumerate(lines) if line.startswith("share of the drafted steps"))
+    assert "(accepted_by_position / drafted;" in " ".join(lines[shares : shares + 2])
+    found = json.loads(call(capsys, *flags(model, tasks, "--draft", "lookup", "--draft-len", "4", "--json"))[1])
+    for row, line in zip(found["rows"], lines[shares + 2 : shares + 7], strict=True):
+        percents = ", ".join(f"{place['accepted'] / row['drafted']:.0%}" for place in row["positions"])
+        assert line == f"  {row['category']}: " + (f"{percents} (of {row['drafted']})" if percents else "no drafts")
     assert lines[-1] == "every text is the same with and without speculation"
 
 
@@ -174,12 +217,68 @@ def test_a_changed_text_is_found(
     if as_json:
         found = json.loads(output)
         assert (found["identical"], found["differing"]) == (False, ["e2"])
+        [difference] = found["differences"]
+        assert (difference["task_id"], difference["token"], difference["character"]) == ("e2", 0, 0)
+        assert len(set(difference["on_text"])) == 1 < len(set(difference["off_text"]))
+        assert [result["identical"] for result in found["results"]] == [True, False, True, True]
         assert {row["category"]: row["identical"] for row in found["rows"]} == {
             "edit": False, "edit/one": False, "edit/two": True, "chat": True, "all": False,
         }  # fmt: skip
     else:
-        assert output.splitlines()[-1] == "TEXTS DIFFER: e2"
+        assert output.splitlines()[-1] == "TEXTS DIFFER: e2 (--json has both and where they part)"
         assert sum(line.endswith(" NO") for line in output.splitlines()) == 3
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_interrupt_keeps_what_is_finished(
+    capsys: pytest.CaptureFixture[str], model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    spy = Spy(monkeypatch)
+    submit = Engine.submit
+
+    def interrupted(*arguments: Any, **more: Any) -> Any:
+        # Two for the warm-up, four for two whole groups, one for half a group.
+        if len(spy.seen) == enough + 3:
+            raise KeyboardInterrupt
+        return submit(*arguments, **more)
+
+    monkeypatch.setattr(Engine, "submit", interrupted)
+    enough = 4
+    code, output, _ = call(capsys, *flags(model, tasks, "--draft", "lookup"), *["--json"] * as_json)
+    assert code == 130
+    if as_json:
+        found = json.loads(output)
+        assert found["complete"] is False
+        assert [result["task_id"] for result in found["results"]] == ["e1", "e2"]
+        assert [row["category"] for row in found["rows"]] == ["edit", "edit/one"]
+    else:
+        assert "INTERRUPTED: only what was finished until then is counted\n" in output
+        assert "chat" not in output
+    # Before anything is finished there is nothing to print.
+    spy.seen.clear()
+    enough = 0
+    assert call(capsys, *flags(model, tasks, "--draft", "lookup"))[:2] == (130, "")
+
+
+def test_an_output_without_the_letters_gets_question_marks(model: Path, folder: Path) -> None:
+    path = folder / "letters.jsonl"
+    task = {"task_id": "a", "category": "編集/二つ" + "とても" * 9, "prompt": "one two", "max_tokens": 2}
+    path.write_text(json.dumps(task, ensure_ascii=False), encoding="utf-8")
+    command = [sys.executable, "-c", "from forerun.cli import main; main()", "bench", "speculate"]
+    outputs = {}
+    for encoding in ("cp1252", "utf-8"):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run([*command, *flags(model, path)], capture_output=True, env=environment, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
+        outputs[encoding] = done.stdout.decode(encoding)
+    assert "  ??/???" in outputs["cp1252"]
+    # Long names are cut, and wide letters counted as the two columns that they take.
+    table = [line for line in outputs["utf-8"].splitlines() if line.endswith((" yes", " SAME"))]
+    assert len(table) == 3
+    assert len({cell_len(line) for line in table}) == 1
+    assert cell_len(table[0]) <= 100
+    assert "編集/二つ" in table[2]
+    assert table[2].count("...") == 1
 
 
 def drafted(engine: Engine, runner: TaskRunner, task: Task) -> tuple[int, int]:
@@ -298,7 +397,8 @@ def test_a_drafter_that_fails_ends_the_benchmark(
     [
         (["--draft", "none"], 2, "none drafts nothing"),
         (["--draft", "psychic"], 1, "draft='psychic' is not known"),
-        (["--draft-len", "x"], 2, "'x' is neither auto nor a whole number"),
+        (["--draft-len", "x"], 2, "'x' is neither auto nor a whole number from 1 to 63"),
+        (["--draft-len", "64"], 2, "'64' is neither auto nor a whole number from 1 to 63"),
         (["--limit", "0"], 2, "--limit"),
         (["--batch", "257"], 2, "--batch"),
         (["--temperature", "-1"], 2, "temperature=-1.0 is not allowed"),

@@ -23,6 +23,7 @@ class Scripted(Drafter):
         self.name = name
         self.trees = trees
         self.heard: list[tuple[Any, ...]] = []
+        self.budgets: list[int] = []  # of the last call
         self._fails_to = fails_to
 
     def _hear(self, *what: Any) -> None:
@@ -32,6 +33,7 @@ class Scripted(Drafter):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
         self._hear("propose", [row.key for row in rows])
+        self.budgets = [row.budget for row in rows]
         return [self.trees.get(row.key, NO_DRAFT) for row in rows]
 
     def begin(self, key: int, scope: str | None) -> None:
@@ -79,6 +81,23 @@ def test_the_second_is_left_alone_where_the_first_is_sure() -> None:
     first, second = Scripted("a", {1: chain(3)}), Scripted("b", {})
     assert len(CombinedDrafter(first, second).propose([draft_row(1, [1])])[0]) == 1
     assert second.heard == []
+
+
+def test_each_part_has_a_limit_of_its_own() -> None:
+    first, second = Scripted("a", {}), Scripted("b", {})
+    combined = CombinedDrafter(first, second)
+    limits: list[dict[str, int] | None] = [{"a": 8, "b": 3}, {"a": 8, "b": 0}, {"a": 0, "": 2}, {"b": 20}, None]
+    rows = [draft_row(key, [1], 9)._replace(limits=limit) for key, limit in enumerate(limits)]
+    assert combined.propose(rows) == [NO_DRAFT] * 5
+    assert first.heard == [("propose", [0, 1, 3, 4])]
+    assert first.budgets == [8, 8, 9, 9]
+    assert second.heard == [("propose", [0, 2, 3, 4])]
+    assert second.budgets == [3, 2, 9, 9]
+    outer = CombinedDrafter(Scripted("c", {}), combined)
+    outer.propose([draft_row(6, [1], 9)._replace(limits={"a": 5, "b": 1, "combined": 0, "": 0})])
+    assert (first.budgets, second.budgets) == ([5], [1])
+    outer.propose([draft_row(7, [1], 9)._replace(limits={"": 0})])
+    assert first.heard[-1] == second.heard[-1] == ("propose", [6])  # nobody has anything to do
 
 
 @pytest.mark.parametrize(("confident", "taken"), [(0.0, "a"), (1.0, "b")])

@@ -157,6 +157,28 @@ def test_nothing_is_found_in_short_or_new_texts(tokens: list[int]) -> None:
     assert len(draft(drafter, 0, tokens)) == 0
 
 
+def colliding(buckets: int) -> tuple[int, int]:
+    """Two tokens whose contexts of one token share a bucket of an index of so many (`context_hashes` in suffix.cpp)."""
+    seen: dict[int, int] = {}
+    for token in range(buckets + 1):
+        h = token + 1
+        bucket = ((h ^ h >> 32) * 0xD6E8FEB86659FD93 % 2**64 >> 32) % buckets
+        if bucket in seen:
+            return seen[bucket], token
+        seen[bucket] = token
+    raise AssertionError("more tokens than buckets")
+
+
+@pytest.mark.parametrize(("strangers", "found"), [(1, True), (64, True), (65, False), (200, False)])
+def test_a_lookup_gives_up_after_64_collisions(strangers: int, found: bool) -> None:
+    """So that no text can make it walk a long chain of occurrences of something else."""
+    wanted, stranger = colliding(256)
+    drafter = PromptLookup(1, 1)
+    drafter.begin(0, None)
+    tree = draft(drafter, 0, [wanted, 7_000_000, *[stranger] * strangers, wanted], 1)
+    assert list(tree.tokens) == ([7_000_000] if found else [])
+
+
 def test_budget_and_limit_cut_the_chain() -> None:
     drafter = PromptLookup(max_draft=5)
     drafter.begin(0, None)

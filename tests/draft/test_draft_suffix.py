@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from math import exp
+from collections.abc import Callable, Sequence
+from math import exp, inf, nan
 
 import hypothesis.strategies as st
 import pytest
@@ -361,6 +361,39 @@ def test_scopes_have_different_names() -> None:
     assert max(map(len, names)) <= 16
 
 
+class Changing:
+    """A token id that changes the list which it is in when it is asked for its number."""
+
+    def __init__(self, tokens: list[object], change: Callable[[list[object]], object]) -> None:
+        self._tokens = tokens
+        self._change = change
+
+    def __index__(self) -> int:
+        self._change(self._tokens)
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda tokens: tokens.extend([3] * 100_000), [1, *[2] * 40, *[3] * 100_000]),
+        (lambda tokens: tokens.__delitem__(slice(20, None)), [1, *[2] * 19]),
+        (lambda tokens: tokens.clear(), [1]),
+    ],
+    ids=["grows", "shrinks", "empties"],
+)
+def test_a_list_that_changes_while_it_is_read(change: Callable[[list[object]], object], expected: list[int]) -> None:
+    tokens: list[object] = []
+    tokens += [Changing(tokens, change), *[2] * 40]
+    store = _native.SuffixStore(LENGTHS, 1 << 25)
+    store.insert(b"", tokens)  # type: ignore[arg-type]
+    assert store.documents(b"") == ([expected] if len(expected) > 1 else [])
+    tokens[:] = [Changing(tokens, change), *[2] * 40]
+    text = _native.SuffixText(LENGTHS)
+    text.follow(tokens)  # type: ignore[arg-type]
+    assert len(text) == len(expected)
+
+
 def test_native_values_are_checked() -> None:
     with pytest.raises(ValueError, match="ascend"):
         _native.SuffixText([2, 1])
@@ -373,6 +406,16 @@ def test_native_values_are_checked() -> None:
         text.follow(["a"])  # type: ignore[list-item]
     assert len(text) == 0
     rule = _native.SuffixRule(ESCAPES, SHARED_WEIGHT, 0.1, 63, 64, 32)
+    for doubt in (0.0, -1.0, inf, nan):
+        with pytest.raises(ValueError, match="doubt must be positive and finite"):
+            _native.propose_suffix(text, None, b"", 8, rule, doubt)
+    for wrong in (0.0, -1.0, inf, nan):
+        with pytest.raises(ValueError, match="escapes must be positive and finite"):
+            _native.SuffixRule([*ESCAPES[:-1], wrong], SHARED_WEIGHT, 0.1, 63, 64, 32)
+        with pytest.raises(ValueError, match="weights, thresholds and limits must be positive and finite"):
+            _native.SuffixRule(ESCAPES, wrong, 0.1, 63, 64, 32)
+        with pytest.raises(ValueError, match="weights, thresholds and limits must be positive and finite"):
+            _native.SuffixRule(ESCAPES, SHARED_WEIGHT, wrong, 63, 64, 32)
     with pytest.raises(ValueError, match="one escape"):
         _native.propose_suffix(_native.SuffixText([1, 2]), None, b"", 8, rule)
     with pytest.raises(ValueError, match="different lengths"):

@@ -16,23 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun import Engine, RequestOutput, SamplingParams
+from forerun import RequestOutput, SamplingParams
 from forerun.draft.base import Drafter, DraftRow, DraftTree
 from forerun.engine.output import DrafterCounts, EngineStats, SpeculationStats
 from forerun.engine.tally import Tally
 from reference.bigram import write_bigram_gguf
 from reference.drafters import Oracle, RandomTrees, Scripted, Silent, Watched
-from reference.speculation import Unspeculated, check_identities, check_sums
-from reference.tiny import TinySpec, write_tiny_gguf
+from reference.speculation import Unspeculated, check_identities, check_sums, engine_for
 
 PROMPT = 200
 LETTERS = tuple(b"abcdefghijklmnopqrstuvwxyz")
 FREE = SamplingParams(max_tokens=13)
-
-
-def engine_for(path: Path, drafter: str | Drafter, draft_len: Any = 5, **options: Any) -> Engine:
-    options = {"kv_tokens": 512, "threads": 1} | options
-    return Engine(path, cache_weights=False, draft=drafter, draft_len=draft_len, **options)
 
 
 @pytest.fixture(scope="module")
@@ -253,13 +247,8 @@ def listed(stats: SpeculationStats) -> tuple[int, int, int, list[int], list[int]
 
 
 @pytest.fixture(scope="module")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", TinySpec("llama", layers=1))
-
-
-@pytest.fixture(scope="module")
-def alone(random_model: Path) -> Unspeculated:
-    return Unspeculated(random_model)
+def alone(tiny: Path) -> Unspeculated:
+    return Unspeculated(tiny)
 
 
 @given(
@@ -273,7 +262,7 @@ def alone(random_model: Path) -> Unspeculated:
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_identities_hold_whatever_happens(
-    random_model: Path, alone: Unspeculated, seed: int, kv_blocks: int, max_rows: int, spare: int, draft_len: int,
+    tiny: Path, alone: Unspeculated, seed: int, kv_blocks: int, max_rows: int, spare: int, draft_len: int,
     cancels: dict[int, int], chains: bool,
 ) -> None:  # fmt: skip
     """Stops, caps, preemption, chunks and cancellations; counted again from the drafter's and the model's side."""
@@ -292,7 +281,7 @@ def test_identities_hold_whatever_happens(
         alone.answer(prompt, params)
     drafter = Recount(Oracle(alone.truth) if chains else RandomTrees(alone.truth, seed))
     engine = engine_for(
-        random_model, drafter, draft_len, kv_tokens=16 * kv_blocks, max_rows=max_rows, max_step_tokens=max_rows + spare
+        tiny, drafter, draft_len, kv_tokens=16 * kv_blocks, max_rows=max_rows, max_step_tokens=max_rows + spare
     )
     computed, forward = 0, engine.executor.forward
 
@@ -339,13 +328,13 @@ def check_totals(total: EngineStats, outputs: Sequence[RequestOutput]) -> None:
     assert total.computed_tokens == total.speculation.computed
 
 
-def test_recomputed_tokens_count_as_computed(random_model: Path, alone: Unspeculated) -> None:
+def test_recomputed_tokens_count_as_computed(tiny: Path, alone: Unspeculated) -> None:
     """After preemption the known tokens run again; accepted drafts among them are known tokens then."""
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     prompts = [[i, *range(20)] for i in range(4)]
     for prompt in prompts:
         alone.answer(prompt, params)
-    engine = engine_for(random_model, Oracle(alone.truth), 6, kv_tokens=16 * 6, max_rows=4, prefix_cache=False)
+    engine = engine_for(tiny, Oracle(alone.truth), 6, kv_tokens=16 * 6, max_rows=4, prefix_cache=False)
     outputs = engine.generate(prompts, params)
     assert engine.stats().preemptions > 0
     check_totals(engine.stats(), outputs)
@@ -391,13 +380,13 @@ def test_a_fork_counts_its_own_steps(letters: Path) -> None:
     assert outputs[1].stats.output_tokens == 13
 
 
-def test_seconds_are_those_of_the_steps(random_model: Path, alone: Unspeculated) -> None:
+def test_seconds_are_those_of_the_steps(tiny: Path, alone: Unspeculated) -> None:
     """The parts of a step make up the step; an engine counts each once, a request the steps that it had a row in."""
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     prompts = [[1, 2, 3], [250, 7], [99]]
     for prompt in prompts:
         alone.answer(prompt, params)
-    engine = engine_for(random_model, Oracle(alone.truth), 3)
+    engine = engine_for(tiny, Oracle(alone.truth), 3)
     outputs = engine.generate(prompts, params)
     total = engine.stats()
     parts = ("draft_seconds", "forward_seconds", "verify_seconds", "schedule_seconds")

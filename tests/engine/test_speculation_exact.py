@@ -32,6 +32,8 @@ from reference.drafters import Adversary, Oracle, RandomTrees, Watched
 from reference.speculation import Ask, Unspeculated, check_sums, same
 from reference.tiny import VOCAB_SIZE, TinySpec, write_tiny_gguf
 
+pytestmark = pytest.mark.usefixtures("steady_times")
+
 MIXED = {"": GGMLType.Q4_K, "attn_v": GGMLType.Q6_K, "token_embd": GGMLType.Q8_0}
 
 DRAFTERS = ("none", "lookup", "suffix", "model", "other model", "combined", "adversary", "oracle", "random")

@@ -11,43 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forerun import Engine, Piece, SamplingParams
-from forerun.draft.base import NO_DRAFT, Drafter, DraftRow, DraftTree
+from forerun import Piece, SamplingParams
+from forerun.draft.base import NO_DRAFT, DraftRow, DraftTree
 from forerun.errors import DraftError, DraftWarning, ForerunError, NumericalError
 from reference.drafters import Oracle, Scripted
 from reference.gguf_writer import write_gguf
 from reference.quant import make_tensor
-from reference.speculation import Unspeculated, check_sums, same
+from reference.speculation import FREE, PROMPTS, SAMPLED, Unspeculated, check_sums, emptied, engine_for, same
 from reference.tiny import VOCAB_SIZE, TinySpec, tiny_metadata, tiny_weights, write_tiny_gguf
 
-PROMPTS = ((1, 2, 3), (250, 7), (99,), tuple(range(40)))
-FREE = SamplingParams(max_tokens=16, ignore_eos=True, logprobs=1)
-SAMPLED = replace(FREE, temperature=0.8, seed=3, frequency_penalty=0.5)
-
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", TinySpec("llama", layers=1))
-
-
-@pytest.fixture(scope="module")
-def alone(path: Path) -> Unspeculated:
-    known = Unspeculated(path)
-    for prompt in PROMPTS:
-        for params in (FREE, SAMPLED):
-            known.answer(prompt, params)
-    return known
-
-
-def engine_for(path: Path, drafter: str | Drafter, draft_len: Any = 5, **options: Any) -> Engine:
-    options = {"kv_tokens": 1024, "threads": 1} | options
-    return Engine(path, cache_weights=False, draft=drafter, draft_len=draft_len, **options)
-
-
-def emptied(engine: Engine) -> None:
-    engine.check_integrity()
-    assert engine.stats().kv_blocks_used == 0
-    assert not engine.step()
+def alone(tiny: Path) -> Unspeculated:
+    return Unspeculated.of_prompts(tiny)
 
 
 class Faulty(Scripted):
@@ -138,11 +114,11 @@ MALFORMED: dict[str, Callable[..., Any]] = {
     ],
 )
 def test_a_drafter_that_fails_is_turned_off_and_no_answer_changes(
-    path: Path, alone: Unspeculated, where: str, what: Any
+    tiny: Path, alone: Unspeculated, where: str, what: Any
 ) -> None:
     """One warning that names the drafter and the fault; every answer goes on without drafts, later ones begin so."""
     drafter = Faulty(alone, where, what)
-    engine = engine_for(path, drafter, 4)
+    engine = engine_for(tiny, drafter, 4)
     assert engine.speculator is not None
     with pytest.warns(DraftWarning) as caught:  # noqa: PT031
         handles = [engine.submit(prompt, FREE) for prompt in PROMPTS]
@@ -175,9 +151,9 @@ def test_a_drafter_that_fails_is_turned_off_and_no_answer_changes(
 
 
 @pytest.mark.parametrize("where", ["propose", "begin", "observe", "fork", "free"])
-def test_where_warnings_are_errors_the_engine_stays_usable(path: Path, alone: Unspeculated, where: str) -> None:
+def test_where_warnings_are_errors_the_engine_stays_usable(tiny: Path, alone: Unspeculated, where: str) -> None:
     """The call that met the fault raises; no request is lost or changed by it."""
-    engine = engine_for(path, Faulty(alone, where, RuntimeError), 4)
+    engine = engine_for(tiny, Faulty(alone, where, RuntimeError), 4)
     raised = 0
     with warnings.catch_warnings():
         warnings.simplefilter("error", DraftWarning)
@@ -202,7 +178,7 @@ def test_where_warnings_are_errors_the_engine_stays_usable(path: Path, alone: Un
     emptied(engine)
 
 
-def test_arrays_and_numpy_integers_are_tokens_too(path: Path, alone: Unspeculated) -> None:
+def test_arrays_and_numpy_integers_are_tokens_too(tiny: Path, alone: Unspeculated) -> None:
     """What a drafter keeps in arrays may be proposed as it is; outputs are Python's integers all the same."""
 
     def tree(row: DraftRow) -> DraftTree:
@@ -213,7 +189,7 @@ def test_arrays_and_numpy_integers_are_tokens_too(path: Path, alone: Unspeculate
     # With a single candidate left, rejection has no choice, either.
     for params in (FREE, SAMPLED, replace(SAMPLED, verify="rejection", top_k=1)):
         expected = alone.answer(PROMPTS[0], params)
-        engine = engine_for(path, Scripted(tree))
+        engine = engine_for(tiny, Scripted(tree))
         [output] = engine.generate([PROMPTS[0]], params)
         same(output, expected)
         assert output.stats.speculation.accepted > 0
@@ -222,9 +198,9 @@ def test_arrays_and_numpy_integers_are_tokens_too(path: Path, alone: Unspeculate
         emptied(engine)
 
 
-def test_an_interrupted_drafter_stays_on(path: Path, alone: Unspeculated) -> None:
+def test_an_interrupted_drafter_stays_on(tiny: Path, alone: Unspeculated) -> None:
     """An interruption is the user's, not the drafter's fault."""
-    engine = engine_for(path, Faulty(alone, "propose", KeyboardInterrupt), 4)
+    engine = engine_for(tiny, Faulty(alone, "propose", KeyboardInterrupt), 4)
     handle = engine.submit(PROMPTS[0], FREE)
     with pytest.raises(KeyboardInterrupt):
         handle.result()
@@ -236,7 +212,7 @@ def test_an_interrupted_drafter_stays_on(path: Path, alone: Unspeculated) -> Non
 @pytest.mark.parametrize(
     "kind", ["float64", "float16", "int64", "transposed", "broadcast", "read-only", "negative", "nan"]
 )
-def test_any_array_of_numbers_is_a_q(path: Path, alone: Unspeculated, kind: str) -> None:
+def test_any_array_of_numbers_is_a_q(tiny: Path, alone: Unspeculated, kind: str) -> None:
     """Whatever its type and layout; a drafted token that it gives no chance is refused, and nothing fails."""
     made: dict[str, Any] = {
         "transposed": np.ones((VOCAB_SIZE, 2), dtype=np.float32).T,
@@ -250,7 +226,7 @@ def test_any_array_of_numbers_is_a_q(path: Path, alone: Unspeculated, kind: str)
         q.setflags(write=False)
     for params in (SAMPLED, replace(SAMPLED, verify="rejection", top_k=1), replace(FREE, verify="rejection")):
         expected = alone.answer(PROMPTS[0], params)
-        engine = engine_for(path, Scripted(lambda row: DraftTree.chain([*alone.truth(row)[:1], 5], (), q)), 2)
+        engine = engine_for(tiny, Scripted(lambda row: DraftTree.chain([*alone.truth(row)[:1], 5], (), q)), 2)
         [output] = engine.generate([PROMPTS[0]], params)
         same(output, expected)
         assert output.stats.speculation.drafted > 2

@@ -35,20 +35,26 @@ def plain() -> list[RequestOutput]:
     return [engine.chat([chat], params)[0] for chat, params in zip(CHATS, EACH, strict=True)]
 
 
-@pytest.mark.parametrize("draft", ["lookup", "suffix", f"model:{MODEL}", f"combined:{MODEL}"])
-def test_drafts_change_no_word_of_a_real_answer(plain: list[RequestOutput], draft: str) -> None:
+@pytest.mark.parametrize(
+    ("draft", "draft_len"),
+    [
+        ("lookup", 6), ("suffix", 6), (f"model:{MODEL}", 6), (f"combined:{MODEL}", 6), ("suffix", "auto"),
+        (f"combined:{MODEL}", "auto"),
+    ],
+)  # fmt: skip
+def test_drafts_change_no_word_of_a_real_answer(plain: list[RequestOutput], draft: str, draft_len: int | str) -> None:
     """A model that drafts for itself is nearly always right, greedy and sampled; the others where text repeats."""
-    for draft_len in ("auto", 6):
-        engine = Engine(MODEL, kv_tokens=1024, draft=draft, draft_len=draft_len)
-        outputs = engine.chat(CHATS, EACH)
-        for output, expected in zip(outputs, plain, strict=True):
-            same(output, expected)
-            check_identities(output)
-        if draft_len == 6:
-            stats = engine.stats().speculation
-            assert stats.accepted >= 8
-            if draft.startswith("model:"):
-                assert stats.acceptance is not None
-                assert stats.acceptance > 0.8
-        engine.check_integrity()
-        assert engine.stats().kv_blocks_used == 0
+    engine = Engine(MODEL, kv_tokens=1024, draft=draft, draft_len=draft_len)
+    outputs = engine.chat(CHATS, EACH)
+    for output, expected in zip(outputs, plain, strict=True):
+        same(output, expected)
+        check_identities(output)
+    if draft_len == 6:
+        stats = engine.stats().speculation
+        assert stats.accepted >= 8
+        if draft.startswith("model:"):
+            assert stats.acceptance is not None
+            assert stats.acceptance > 0.8
+    engine.check_integrity()
+    assert engine.stats().kv_blocks_used == 0
+    assert engine.speculator.failure is None

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun import Engine, Piece, RequestOutput, SamplingParams
+from forerun import Piece, RequestOutput, SamplingParams
 from forerun.draft.base import DraftRow, DraftTree
 from reference.bigram import write_bigram_gguf
 from reference.drafters import Oracle, RandomTrees, Scripted
-from reference.speculation import Ask, Unspeculated, check_identities
+from reference.speculation import Ask, Unspeculated, check_identities, engine_for
 from reference.tiny import TinySpec, tiny_tokens, write_tiny_gguf
 
 PROMPT = 200
@@ -88,11 +87,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
-
-
-def engine_for(path: Path, drafter: Any, draft_len: Any = BLOCK, **options: Any) -> Engine:
-    options = {"kv_tokens": 512, "threads": 1} | options
-    return Engine(path, cache_weights=False, draft=drafter, draft_len=draft_len, **options)
 
 
 def speculated(
@@ -230,13 +224,8 @@ def test_the_first_end_of_a_block_counts(
 
 
 @pytest.fixture(scope="module")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", TinySpec("llama", layers=1))
-
-
-@pytest.fixture(scope="module")
-def alone(random_model: Path) -> Unspeculated:
-    return Unspeculated(random_model)
+def alone(tiny: Path) -> Unspeculated:
+    return Unspeculated(tiny)
 
 
 LONGEST = 12
@@ -245,7 +234,7 @@ LONGEST = 12
 @given(data=st.data(), seed=st.integers(0, 50), shape=st.sampled_from(["chain", "tree"]), draft_len=st.integers(1, 14))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_stops_of_all_kinds_together(
-    random_model: Path, alone: Unspeculated, data: st.DataObject, seed: int, shape: str, draft_len: int
+    tiny: Path, alone: Unspeculated, data: st.DataObject, seed: int, shape: str, draft_len: int
 ) -> None:
     """Stops taken from the answer itself, alone and combined, in mixes; compared with the unspeculated answers."""
     asks: list[Ask] = []
@@ -270,7 +259,7 @@ def test_stops_of_all_kinds_together(
         alone.answer(prompt, params)
         asks.append(Ask(prompt, params))
     drafter = Oracle(alone.truth) if shape == "chain" else RandomTrees(alone.truth, seed)
-    engine = engine_for(random_model, drafter, draft_len)
+    engine = engine_for(tiny, drafter, draft_len)
     alone.compare(asks, engine.generate([ask.prompt for ask in asks], [ask.params for ask in asks]))
     engine.check_integrity()
     assert engine.stats().kv_blocks_used == 0

@@ -293,5 +293,7 @@ def test_a_real_model_is_measured(tmp_path: Path) -> None:
     with open_model(path) as source:
         executor = Executor(source, kv_blocks=4, max_positions=64, max_tokens=64, max_outputs=64, threads=1, cache=None)
     times = step_times(executor, "tiny", tmp_path, budget=0.05)
-    assert 0 < times.seconds(1) <= times.seconds(8)
+    assert times.seconds(1) > 0
+    again = step_times(executor, "tiny", tmp_path, budget=0.05)
+    assert [again.seconds(n) for n in (1, 3, 8)] == [times.seconds(n) for n in (1, 3, 8)]  # read, not measured
     assert [p.name for p in (tmp_path / "steptime").iterdir()] == [f"tiny-{executor.tape.isa}-1.json"]

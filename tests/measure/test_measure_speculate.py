@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,14 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forerun.engine.output import DrafterCounts
 from forerun.measure.speculate import (
     Counts,
+    Difference,
     Pair,
+    Phases,
+    Position,
     Run,
+    TaskResult,
     Trial,
+    differences_of,
     differing_of,
     measure_pairs,
     quantile,
+    results_of,
     rows_of,
     total,
 )
@@ -47,7 +56,7 @@ def test_both_runs_of_a_group_follow_each_other_and_take_turns() -> None:
         seen.append(([one.task_id for one in group], speculate))
         return Trial(2.0 if speculate else 6.0, tuple(run(1.0) for _ in group))
 
-    pairs = measure_pairs(tasks, batch=2, repeats=2, trial=trial, on_run=lambda *what: told.append(what))
+    pairs = list(measure_pairs(tasks, batch=2, repeats=2, trial=trial, on_run=lambda *what: told.append(what)))
     together = [["a", "b"], ["c"], ["x"]]
     assert [ids for ids, _ in seen] == [ids for _ in range(2) for ids in together for _ in range(2)]
     # Off first, on first, ... and in the second round the other way round.
@@ -110,9 +119,47 @@ def test_counts_are_those_of_the_runs_with_speculation() -> None:
     assert row.acceptance == pytest.approx(5 / 9)
     assert row.wasted == pytest.approx(4 / 9)
     assert row.drafted_share == pytest.approx(4 / 6)
-    assert [tuple(position) for position in row.positions] == [
-        (4, 3, pytest.approx(3 / 4)), (3, 2, pytest.approx(2 / 3)), (2, 0, 0.0),
-    ]  # fmt: skip
+    # Shares are over all drafted rows, whether or not a draft was so long.
+    assert row.positions == (Position(4, 3, 3 / 4), Position(3, 2, 2 / 4), Position(2, 0, 0.0))
+    assert (row.decisions, row.drafted, row.proposed, row.accepted, row.emitted) == (6, 4, 9, 5, 11)
+
+
+def test_drafters_and_phases_are_summed_over_the_runs_with_speculation() -> None:
+    def trial(seconds: float, phases: Phases, **by_drafter: tuple[int, int, int]) -> Trial:
+        counts = {name: DrafterCounts(*numbers) for name, numbers in by_drafter.items()}
+        return Trial(seconds, (run(seconds, by_drafter=counts, computed=int(seconds)),), phases)
+
+    wrong = trial(50.0, Phases(9, 9, 9, 9), z=(9, 9, 9))
+    pairs = [
+        Pair((task("a"),), wrong, trial(20.0, Phases(1, 2, 3, 4), x=(1, 2, 1), y=(3, 9, 4))),
+        Pair((task("b"),), wrong, trial(5.0, Phases(0.5, 0.5, 0.25, 0.125), y=(1, 1, 0))),
+    ]
+    (row,) = rows_of(pairs)
+    assert row.by_drafter == {
+        "x": {"drafts": 1, "proposed": 2, "accepted": 1},
+        "y": {"drafts": 4, "proposed": 10, "accepted": 4},
+    }
+    assert (row.draft_seconds, row.forward_seconds, row.verify_seconds, row.schedule_seconds) == (1.5, 2.5, 3.25, 4.125)
+    assert (row.off_seconds, row.on_seconds, row.computed) == (100.0, 25.0, 25)
+    json.dumps(dataclasses.asdict(row))
+
+
+def test_every_result_and_both_sides_of_a_difference() -> None:
+    off = run(3.0, text="one two", emitted=10)
+    parts = {"text": "one too", "token_ids": (0, 1, 7, *range(3, 10))}
+    shorter = {"token_ids": off.token_ids[:4], "text": "one", "finish_reason": "length"}
+    variants = [{}, parts, shorter, {"finish_reason": "length"}]
+    tasks = [task(name) for name in "abcd"]
+    on = [off._replace(seconds=2.0, **change) for change in variants]
+    pairs = [pair(tasks, [off] * 4, on, 3.0, 2.0)]
+    results = results_of(pairs)
+    assert results[0] == TaskResult("a", "c", 3.0, 2.0, 10, True)
+    assert [(one.task_id, one.identical) for one in results] == [("a", True), ("b", False), ("c", False), ("d", False)]
+    assert differences_of(pairs) == (
+        Difference("b", 2, 5, "one two", "one too", "stop", "stop"),
+        Difference("c", 4, 3, "one two", "one", "stop", "length"),
+        Difference("d", None, None, "one two", "one two", "stop", "length"),
+    )
 
 
 def test_without_drafts_there_is_no_data() -> None:

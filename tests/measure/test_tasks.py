@@ -167,6 +167,23 @@ def test_too_few_programs_are_an_error(maker: ModuleType) -> None:
         maker.make([maker.Program("X/0", PROGRAM, "total")])
 
 
+def test_an_input_that_is_no_human_eval_is_told_in_one_line(
+    maker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = write(tmp_path / "other.jsonl", {"task_id": "X/0"})
+    for name, complaint in (
+        (str(tmp_path / "absent"), "absent can't be read: No such file"),
+        (str(other), "other.jsonl is not HumanEval's JSON lines: KeyError"),
+        (str(write(tmp_path / "text", "words")), "text is not HumanEval's JSON lines: JSONDecodeError"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["make_code_edit.py", name])
+        with pytest.raises(SystemExit) as ended:
+            maker.main()
+        # A text is printed as it is, with exit code 1.
+        assert complaint in str(ended.value)
+        assert "\n" not in str(ended.value)
+
+
 def test_spec_bench_is_read_by_its_own_fields() -> None:
     tasks = read_tasks(data("spec_bench.jsonl"))
     assert Counter(task.category for task in tasks) == {
@@ -191,6 +208,13 @@ def test_both_forms_in_one_file(tmp_path: Path) -> None:
     ]
 
 
+def test_a_byte_order_mark_and_all_letters_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    line = json.dumps({"task_id": "é", "category": "編集", "prompt": "a\tb\x1b\u2028🙂"})
+    path.write_text(f"\ufeff{line}\n", encoding="utf-8")
+    assert read_tasks(path) == [Task("é", "編集", "a\tb\x1b\u2028🙂", None)]
+
+
 def test_a_line_separator_inside_a_text_ends_no_line(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps({"task_id": "a", "category": "c", "prompt": "x\u2028y"}, ensure_ascii=False) + "\n")
@@ -206,7 +230,16 @@ def test_a_limit_is_for_each_category(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{", "line 2 of .*: "),
+        ("{", r"line 2 of [^:]* is no JSON: [^:()]+ \(column 2\)$"),
+        (
+            {"task_id": "a\x1b[31m", "category": "c", "prompt": "p"},
+            r"line 2 of .*: task_id '.*' has a control character",
+        ),
+        ({"task_id": "a", "category": "c\n", "prompt": "p"}, r"line 2 of .*: category 'c\\n' has a control character"),
+        ({"task_id": "a", "category": "c\u2028", "prompt": "p"}, "has a control character"),
+        ({"task_id": "a", "category": "c", "prompt": "p\ud83d"}, "line 2 of .*: prompt has half of a surrogate pair"),
+        ({"question_id": "a\x9b", "category": "qa", "turns": ["p"]}, "question_id '.*' has a control character"),
+        ({"question_id": 1, "category": "qa", "turns": ["\udc00"]}, "turns has half of a surrogate pair"),
         ("[" * 100_000, "line 2 of "),
         ([1], "expected a JSON object"),
         ({"category": "c", "prompt": "p"}, "task_id must be a text"),

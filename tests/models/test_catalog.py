@@ -130,7 +130,7 @@ def test_unknown_names_lead_to_known_ones() -> None:
         hint = str(caught.value).split("did you mean")[1].split("?")[0]
         assert meant in hint
         assert "A path to a .gguf file" in str(caught.value)
-    with pytest.raises(ModelNotFoundError, match="no model is named ''; Known models"):
+    with pytest.raises(ModelNotFoundError, match="no model is named ''; known models"):
         catalog.get("")
 
 

@@ -10,8 +10,10 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from forerun.draft.base import DraftTree
-from forerun.engine.pace import Pace
+from forerun.draft.base import NO_DRAFT, DraftTree
+from forerun.engine.auto import AutoPace
+from forerun.engine.pace import FixedPace, Pace
+from forerun.engine.steptime import StepTimes
 
 AVX2 = {1: 1.0, 2: 1.2, 3: 1.4, 4: 1.6, 5: 1.8, 8: 2.6, 16: 4.8, 32: 9.0}
 AVX512 = {1: 1.0, 2: 1.05, 3: 1.15, 4: 1.25, 5: 1.35, 8: 1.9, 16: 3.7, 32: 7.0}
@@ -39,12 +41,18 @@ def by_depth(*p: float) -> Process:
 
 @dataclass(frozen=True)
 class Spec:
-    """A request: its process, its output tokens, and what the drafter says of itself (None: nothing)."""
+    """A request: its process, its output tokens, and what the drafter says of itself (None: nothing).
+
+    silent, second: where (output position) the drafter has nothing, and the process of a drafter "second" that is
+    asked instead, as by `CombinedDrafter`.
+    """
 
     process: Process
     length: int = 64
     confidence: Callable[[float], float] | None = None
     drafter: str = "scripted"
+    silent: Callable[[int], bool] = lambda _: False
+    second: Process | None = None
 
 
 @dataclass
@@ -60,12 +68,14 @@ class _Live:
 class Machine:
     """What things cost: T by query tokens (piecewise linear), drafting by row and node, and noise on what is measured.
 
+    second: of a node of the second drafter.
     noise: the logarithm of a measured forward is off by up to this much; the simulated time is not.
     """
 
     table: Mapping[int, float]
     per_row: float = 0.0005
     per_node: float = 0.0
+    second: float = 0.0
     noise: float = 0.0
     unit: float = 0.02
 
@@ -94,9 +104,15 @@ class Result:
 
 
 class Simulation:
-    """An engine with one `Pace`, over as many batches as are run."""
+    """An engine with one `Pace`, over as many batches as are run.
 
-    def __init__(self, pace: Pace | None, machine: Machine, *, seed: int = 0, shadow: bool = True) -> None:
+    shadow: whether the pace sees the text. limited: whether the drafter keeps to the limits of its parts.
+    """
+
+    def __init__(
+        self, pace: Pace | None, machine: Machine, *, seed: int = 0, shadow: bool = True, limited: bool = True
+    ) -> None:
+        self.limited = limited
         self.pace = pace
         self.machine = machine
         self.shadow = shadow
@@ -136,13 +152,15 @@ class Simulation:
                         granted[live.key] = wish
                 by_key = {live.key: live for live in active}
                 if granted:
-                    asked = pace.budget(list(granted), list(granted.values()), base)
+                    asked = pace.budget(list(granted), list(granted.values()), base, len(active))
                     assert all(0 <= n <= g for n, g in zip(asked, granted.values(), strict=True))
                     wanted = [(by_key[key], n) for key, n in zip(granted, asked, strict=True) if n]
                     if wanted:
-                        trees = [self._draft(live, n) for live, n in wanted]
+                        trees = [self._propose(live, n) for live, n in wanted]
                         proposed = sum(map(len, trees))
-                        draft = machine.per_row * len(wanted) + machine.per_node * proposed
+                        second = sum(len(tree) for tree in trees if tree.drafter == "second")
+                        draft = machine.per_row * len(wanted) + machine.per_node * (proposed - second)
+                        draft += machine.second * second
                         keys = [live.key for live, _ in wanted]
                         kept = pace.cut(keys, [len(live.tokens) for live, _ in wanted], trees, base)
                         assert all(0 <= n <= len(tree) for n, tree in zip(kept, trees, strict=True))
@@ -171,16 +189,65 @@ class Simulation:
                 pace.step(n_tokens, proposed, draft * machine.unit, forward * machine.unit * (1 + off))
         return Result(time, plain, step, emitted, verified, n_proposed)
 
-    def _draft(self, live: _Live, n: int) -> DraftTree:
+    def _propose(self, live: _Live, n: int) -> DraftTree:
+        """As `CombinedDrafter` does where there is a second drafter."""
+        spec, pace = live.spec, self.pace
+        if spec.second is None:
+            return self._draft(live, n, spec.process, spec.drafter)
+        assert pace is not None
+        limits = (pace.limits(live.key) if self.limited else None) or {}
+        for name, process in ((spec.drafter, spec.process), ("second", spec.second)):
+            limit = min(n, limits.get(name, limits.get("", n)))
+            if limit and not (process is spec.process and spec.silent(live.done)):
+                return self._draft(live, limit, process, name)
+        return NO_DRAFT
+
+    def _draft(self, live: _Live, n: int, process: Process, name: str) -> DraftTree:
         tokens: list[int] = []
         confidence: list[float] = []
         right = True
         for depth in range(n):
             position = live.done + depth
-            p = live.spec.process(position, depth)
+            p = process(position, depth)
             # Whether a token is right doesn't change when it is drafted again; behind a wrong one all are.
             right = right and live.draws[position] < p
             tokens.append(1000 + position if right else 1)
             if live.spec.confidence is not None:
                 confidence.append(live.spec.confidence(p))
-        return DraftTree.chain(tokens, confidence, drafter=live.spec.drafter)
+        return DraftTree.chain(tokens, confidence, drafter=name)
+
+
+def auto(table: dict[int, float], unit: float = 0.02) -> AutoPace:
+    """A fresh pace whose table is the machine's."""
+    return AutoPace(StepTimes({n: unit * t for n, t in table.items()}))
+
+
+def speed(simulation: Simulation, specs: Sequence[Spec], requests: int) -> float:
+    """Relative to no drafting, over requests one after the other."""
+    results = [simulation.run(specs) for _ in range(requests)]
+    return sum(r.plain for r in results) / sum(r.time for r in results)
+
+
+def best_fixed(machine: Machine, spec: Spec, requests: int = 4, warm_up: int = 2) -> float:
+    """The speed of the best fixed length, chosen after the fact, on the very requests that `auto` gets."""
+    speeds = [1.0]
+    for n in (1, 2, 3, 5, 7, 16):
+        simulation = Simulation(FixedPace(n), machine)
+        speed(simulation, [spec], warm_up)
+        speeds.append(speed(simulation, [spec], requests))
+    return max(speeds)
+
+
+def started(pace: AutoPace, *, record: int = 0, tokens: int = 10) -> list[int]:
+    """Begins request 0 after `record` requests of which all drafts were accepted (or, if negative, none)."""
+    machine = Machine(AVX2)
+    for _ in range(abs(record)):
+        Simulation(pace, machine).run([Spec(constant(1.0 if record > 0 else 0.0), 60)])
+    live = list(range(tokens))
+    pace.begin(0, live)
+    return live
+
+
+def chain(n: int, confidence: float | None = None) -> DraftTree:
+    """A proposal of the drafter "scripted"."""
+    return DraftTree.chain(range(100, 100 + n), () if confidence is None else [confidence] * n, drafter="scripted")

@@ -5,13 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from forerun import Engine, RequestOutput, SamplingParams
+from forerun.draft.base import Drafter
 from forerun.engine.output import SpeculationStats
 from reference.drafters import Recorded
 
 BEYOND = 8
 """Tokens recorded past the end of an answer, which drafts of the truth run into."""
+
+PROMPTS = ((1, 2, 3), (250, 7), (99,), tuple(range(40)))
+FREE = SamplingParams(max_tokens=16, ignore_eos=True, logprobs=1)
+SAMPLED = replace(FREE, temperature=0.8, seed=3, frequency_penalty=0.5)
+
+
+def engine_for(path: Path, drafter: str | Drafter, draft_len: Any = 5, **options: Any) -> Engine:
+    """A small engine that drafts."""
+    options = {"kv_tokens": 1024, "threads": 1} | options
+    return Engine(path, cache_weights=False, draft=drafter, draft_len=draft_len, **options)
+
+
+def emptied(engine: Engine) -> None:
+    """Raises AssertionError unless an engine is in order, holds nothing and has nothing to do."""
+    engine.check_integrity()
+    assert engine.stats().kv_blocks_used == 0
+    assert not engine.step()
 
 
 @dataclass(frozen=True)
@@ -36,6 +55,15 @@ class Unspeculated:
         )
         self.truth = Recorded()
         self._known: dict[tuple[tuple[int, ...], str], RequestOutput] = {}
+
+    @classmethod
+    def of_prompts(cls, model: Path) -> Unspeculated:
+        """With the answers to `PROMPTS` under `FREE` and `SAMPLED`."""
+        known = cls(model)
+        for prompt in PROMPTS:
+            for params in (FREE, SAMPLED):
+                known.answer(prompt, params)
+        return known
 
     def answer(self, prompt: Sequence[int], params: SamplingParams) -> RequestOutput:
         """The output of a request whose seed is fixed."""

@@ -277,6 +277,36 @@ def test_wrong_arguments_are_refused():
         _native.top_logprobs(good.logits, every_row(good.logits), 1, chosen[:1])
 
 
+OUT_OF_RANGE = [
+    *(("temperature", value, "nan|inf|-0.1") for value in (np.nan, np.inf, -np.inf, -0.1)),
+    *(("top_k", value, str(value)) for value in (-1, -(2**31))),
+    *((name, value, "nan|inf|1.5|-0.1") for name in ("top_p", "min_p") for value in (np.nan, np.inf, 1.5, -0.1)),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), OUT_OF_RANGE)
+def test_parameters_outside_their_range_are_refused(name, value, said):
+    """They would leave no token to draw: the kernel used to answer with one outside the vocabulary."""
+    rows = rows_of(np.random.default_rng(0).standard_normal((3, 100)))
+    column = getattr(rows, name)
+    before = column[1]
+    for isa in ISAS:
+        column[1] = value
+        with pytest.raises(ValueError, match=rf"^{name}\[1\] is (?:-?)(?:{said})\d*; it must be "):
+            _native.sample(*rows.arguments(), isa=isa)
+        column[1] = before
+        assert set(_native.sample(*rows.arguments(), isa=isa).tolist()) <= set(range(100))
+
+
+def test_the_ends_of_each_range_are_allowed():
+    rows = rows_of(np.random.default_rng(0).standard_normal((6, 100)))
+    rows.temperature[:3] = [0, np.finfo(np.float32).tiny, np.finfo(np.float32).max]
+    rows.top_k[:2] = [0, 2**31 - 1]
+    rows.top_p[:2] = [0, 1]
+    rows.min_p[:] = [0, 1, 1, 1, 1, 0]
+    assert_native_equals_definition(rows)
+
+
 def test_speed_at_a_large_vocabulary():
     """Far above the measured 0.1 to 0.6 ms, so that only a lost algorithm fails."""
     logits = np.random.default_rng(0).standard_normal((1, 151936)).astype(np.float32) * 3

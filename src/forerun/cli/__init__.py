@@ -8,6 +8,7 @@ output went away.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def dispatch(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code; expected failures are one line each."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal or file that isn't UTF-8 gets question marks, not the end of the command.
+            stream.reconfigure(errors="replace")
     command = typer.main.get_command(build_app(arguments))
     try:
         with command.make_context("forerun", list(arguments)) as context:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 
 import forerun
@@ -22,8 +23,6 @@ from forerun.models.download import resolve, status
 
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine
-
-BLOCK = 16
 
 MODEL = typer.Option(
     None,
@@ -58,7 +57,7 @@ def open_engine(
 
 def slots_for(tokens: int) -> int:
     """KV for one sequence of that length: whole blocks, and one that admission keeps in reserve."""
-    return (-(-tokens // BLOCK) + 1) * BLOCK
+    return (-(-tokens // ops.BLOCK) + 1) * ops.BLOCK
 
 
 def check_room(engine: Engine, tokens: int) -> None:
@@ -78,7 +77,7 @@ def setup_of(engine: Engine, name: str, path: Path, command: Sequence[str]) -> s
         sha256=file_hash(name, path),
         architecture=engine.config.architecture,
         weight_bytes=engine.executor.weight_bytes,
-        cpu=speed.cpu_name(),
+        cpu=ops.cpu_name(),
         physical_cores=ops.physical_cores(),
         logical_cpus=speed.logical_cpus(),
         isa=tape.isa,
@@ -118,7 +117,8 @@ def print_setup(setup: speed.Setup) -> None:
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
     """Rows of cells, the first of them the head, in columns aligned to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    # Chinese and Japanese characters take two columns.
+    widths = [max(cell_len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        cells = (" " * (width - cell_len(cell)) + cell for cell, width in zip(row, widths, strict=True))
         typer.echo("  ".join(cells))

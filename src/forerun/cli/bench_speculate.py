@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.cells import cell_len, set_cell_size
 
 from forerun.cli.bench_setup import (
     JSON,
@@ -23,7 +26,7 @@ from forerun.cli.bench_setup import (
     setup_of,
     slots_for,
 )
-from forerun.cli.draft_options import DRAFT, DRAFT_LENGTH, draft_warnings, engine_options
+from forerun.cli.draft_options import DEFAULT_DRAFT, DRAFT, DRAFT_LENGTH, draft_warnings, engine_options
 from forerun.draft.base import Drafter, DraftRow, DraftTree
 from forerun.errors import InvalidRequestError
 from forerun.measure import speculate as measure
@@ -42,7 +45,8 @@ and from nothing: without prefix cache, and with drafters that know nothing of o
 the end, prompts included; DECODE is the ratio of the times after the first token.
 
 Task files are lines of JSON with task_id, category, prompt and perhaps max_tokens, or Spec-Bench's with question_id,
-category and turns (the first turn is asked). The exit code is 1 if any answer differs.
+category and turns (the first turn is asked). The exit code is 1 if any answer differs. After Ctrl-C (exit code 130)
+the report is over the groups that were finished.
 
 Beside the drafters of other commands, --draft always-wrong proposes only tokens that no answer has: what drafting
 costs at worst."""
@@ -51,6 +55,9 @@ _WARM_TOKENS = 16
 _TEMPLATE_BYTES = 512
 """Allowance for what a chat template puts around a message."""
 _SHOWN_POSITIONS = 12
+_WIDTH = 100
+_CATEGORY_WIDTH = 22
+"""Columns of a terminal: of a report, its command and file names aside, and of a category in its tables."""
 
 
 def speculate(
@@ -75,8 +82,8 @@ def speculate(
     """The command."""
     if draft == "none":
         raise typer.BadParameter("none drafts nothing, so there is nothing to compare", param_hint="--draft")
-    settings = engine_options(draft, draft_len)
     wrong = AlwaysWrong()
+    settings = engine_options(DEFAULT_DRAFT if draft == wrong.name else draft, draft_len)
     if draft == wrong.name:
         settings["draft"] = wrong
     try:
@@ -97,19 +104,29 @@ def speculate(
     command += ["--limit", str(limit)] if limit is not None else []
     command += ["--max-tokens", str(max_tokens), "--temperature", f"{temperature:g}", "--batch", str(batch)]
     command += ["--repeats", str(repeats), "--threads", str(engine.executor.tape.threads)]
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    pairs: list[measure.Pair] = []
+    complete = True
     # A drafter that fails ends the benchmark with the reason; no warning is needed before.
     with progress_shown() as show, draft_warnings(lambda _text: None):
         show("warming up")
         bench.warm_up(groups(fitting, batch)[0])
-        pairs = measure.measure_pairs(
-            fitting,
-            batch=batch,
-            repeats=repeats,
-            trial=bench.trial,
-            on_run=lambda run, runs, on: show(f"run {run} of {runs}, speculation {'on' if on else 'off'}"),
-        )
+        try:
+            for pair in measure.measure_pairs(
+                fitting,
+                batch=batch,
+                repeats=repeats,
+                trial=bench.trial,
+                on_run=lambda run, runs, on: show(f"run {run} of {runs}, speculation {'on' if on else 'off'}"),
+            ):
+                pairs.append(pair)
+        except KeyboardInterrupt:
+            if not pairs:
+                raise
+            complete = False
     report = measure.SpeculationReport(
         setup=setup_of(engine, name, path, command),
+        date=date,
         draft=draft,
         draft_len=draft_len,
         tasks_file=str(tasks_file),
@@ -120,13 +137,18 @@ def speculate(
         rounds=repeats,
         isolation=measure.ISOLATION,
         left_out=tuple(task.task_id for task in tasks if task not in fitting),
+        complete=complete,
         rows=measure.rows_of(pairs),
+        results=measure.results_of(pairs),
+        differences=measure.differences_of(pairs),
         differing=measure.differing_of(pairs),
     )
     if as_json:
         typer.echo(json.dumps({**dataclasses.asdict(report), "identical": report.identical}, indent=2))
     else:
         _print(report)
+    if not complete:
+        raise typer.Exit(130)
     if not report.identical:
         raise typer.Exit(1)
 
@@ -183,6 +205,7 @@ class TaskRunner:
         prompts = [self.prompt(task) for task in tasks]
         params = [self._params_of(task) for task in tasks]
         handles = []
+        before = self._phases()
         began = time.perf_counter()
         try:
             for ids, each in zip(prompts, params, strict=True):
@@ -195,7 +218,13 @@ class TaskRunner:
         failure = None if self._engine.speculator is None else self._engine.speculator.failure
         if failure is not None:
             raise failure
-        return measure.Trial(seconds, tuple(map(_run_of, outputs)))
+        spent = (after - at_first for after, at_first in zip(self._phases(), before, strict=True))
+        return measure.Trial(seconds, tuple(map(_run_of, outputs)), measure.Phases(*spent))
+
+    def _phases(self) -> measure.Phases:
+        """Where the time of all steps so far went."""
+        now = self._engine.stats().speculation
+        return measure.Phases(now.draft_seconds, now.forward_seconds, now.verify_seconds, now.schedule_seconds)
 
     def _params_of(self, task: Task) -> SamplingParams:
         seed = self._seeds.setdefault(task.task_id, len(self._seeds))
@@ -223,31 +252,44 @@ def _run_of(output: RequestOutput) -> measure.Run:
             decisions=counts.decisions,
             drafted=counts.drafted,
             proposed=counts.proposed,
+            computed=counts.computed,
             accepted=counts.accepted,
             emitted=counts.emitted,
             proposed_by_position=tuple(counts.proposed_by_position),
             accepted_by_position=tuple(counts.accepted_by_position),
+            by_drafter=dict(counts.by_drafter),
         ),
     )
 
 
-_HEAD: Mapping[str, str] = {
+_COLUMNS: Mapping[str, str] = {
     "CATEGORY": "category",
     "TASKS": "tasks",
     "OFF TOKENS/S": "off_tokens_per_s",
     "ON TOKENS/S": "on_tokens_per_s",
     "RATIO": "ratio",
-    "MEDIAN": "ratio_median",
     "DECODE": "decode_ratio",
     "TOKENS/STEP": "tokens_per_step",
     "ACCEPTED": "acceptance",
-    "WASTED": "wasted",
+    "SAME": "identical",
+}
+_TIMES: Mapping[str, str] = {
+    "CATEGORY": "category",
+    "REQUESTS": "runs",
     "OFF P50 S": "off_p50_s",
     "ON P50 S": "on_p50_s",
     "OFF P99 S": "off_p99_s",
     "ON P99 S": "on_p99_s",
-    "SAME": "identical",
 }
+_LEGEND = (
+    "ratio = time off / time on, prompts included; decode = the same after the first token; tokens/step = emitted "
+    "tokens / steps that chose tokens; accepted = accepted / proposed draft tokens; same = whether off and on gave "
+    "the same texts. A category a has the tasks of a/b, too."
+)
+_TIMES_LEGEND = (
+    "p50, p99 = seconds of a request, from its submission to its end; with fewer than 100 requests, p99 is little less "
+    "than the slowest"
+)
 
 
 def _cell(field: str, value: object) -> str:
@@ -256,10 +298,16 @@ def _cell(field: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
     if isinstance(value, float):
-        if field in ("acceptance", "wasted"):
+        if field == "acceptance":
             return f"{value:.0%}"
         return f"{value:.1f}" if field.endswith("tokens_per_s") else f"{value:.2f}"
-    return str(value)
+    text = str(value)
+    return text if cell_len(text) <= _CATEGORY_WIDTH else set_cell_size(text, _CATEGORY_WIDTH - 3) + "..."
+
+
+def _say(text: str, indent: str = "") -> None:
+    """A paragraph of lines that fit beside the table."""
+    typer.echo(textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
 
 
 def _print(report: measure.SpeculationReport) -> None:
@@ -270,24 +318,28 @@ def _print(report: measure.SpeculationReport) -> None:
         f"draft {report.draft}, length {report.draft_len}, {choice}, batch {report.batch}, at most "
         f"{report.max_tokens} tokens an answer, {rounds}"
     )
-    typer.echo(report.isolation)
+    _say(report.isolation)
     if report.left_out:
-        typer.echo(f"left out, since the context can't hold them: {', '.join(report.left_out)}")
-    print_table([
-        list(_HEAD),
-        *([_cell(field, getattr(row, field)) for field in _HEAD.values()] for row in report.rows),
-    ])  # fmt: skip
-    typer.echo("accepted of proposed drafts by position, from the first:")
+        _say(f"left out, since the context can't hold them: {', '.join(report.left_out)}")
+    if not report.complete:
+        typer.echo("INTERRUPTED: only what was finished until then is counted")
+    typer.echo()
+    for columns, legend in ((_COLUMNS, _LEGEND), (_TIMES, _TIMES_LEGEND)):
+        rows = [[_cell(field, getattr(row, field)) for field in columns.values()] for row in report.rows]
+        print_table([list(columns), *rows])
+        _say(legend)
+        typer.echo()
+    _say(
+        "share of the drafted steps that accepted at least 1, 2, 3, ... draft tokens (accepted_by_position / drafted; "
+        "not given that the one before was accepted):"
+    )
     for row in report.rows:
-        shown = [
-            f"{place.accepted}/{place.proposed}" + ("" if place.rate is None else f" {place.rate:.0%}")
-            for place in row.positions[:_SHOWN_POSITIONS]
-        ]
-        more = len(row.positions) - len(shown)
-        if more:
-            shown.append(f"and {more} more")
-        typer.echo(f"  {row.category}: {', '.join(shown) if shown else 'no drafts'}")
+        shares = ["-" if place.share is None else f"{place.share:.0%}" for place in row.positions]
+        more = f", and {len(shares) - _SHOWN_POSITIONS} more" if len(shares) > _SHOWN_POSITIONS else ""
+        found = f"{', '.join(shares[:_SHOWN_POSITIONS])}{more} (of {row.drafted})" if shares else "no drafts"
+        _say(f"  {row.category}: {found}", indent="    ")
+    typer.echo()
     if report.identical:
         typer.echo("every text is the same with and without speculation")
     else:
-        typer.echo(f"TEXTS DIFFER: {', '.join(report.differing)}")
+        typer.echo(f"TEXTS DIFFER: {', '.join(report.differing)} (--json has both and where they part)")

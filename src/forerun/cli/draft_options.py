@@ -12,7 +12,8 @@ import typer
 from forerun.errors import DraftWarning
 
 DEFAULT_DRAFT = "suffix"
-"""The engine's."""
+MAX_DRAFT = 63
+"""Both the engine's, which takes long to import."""
 
 DRAFT = typer.Option(
     DEFAULT_DRAFT,
@@ -23,23 +24,30 @@ DRAFT = typer.Option(
 DRAFT_LENGTH = typer.Option(
     "auto",
     "--draft-len",
-    metavar="auto|N",
-    help="Draft tokens per step: the most profitable number each time, or always N.",
+    metavar=f"auto|1..{MAX_DRAFT}",
+    help="Draft tokens per step: the most profitable number each time, or always so many.",
 )
 
 
 def draft_length(text: str) -> Literal["auto"] | int:
-    """What `--draft-len` says. Raises `typer.BadParameter` for anything but "auto" and a whole number."""
+    """What `--draft-len` says. Raises `typer.BadParameter` for anything but "auto" and a number in the range."""
     if text == "auto":
         return "auto"
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise typer.BadParameter(f"{text!r} is neither auto nor a whole number", param_hint="--draft-len")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and 1 <= int(text) <= MAX_DRAFT):
+        raise typer.BadParameter(
+            f"{text!r} is neither auto nor a whole number from 1 to {MAX_DRAFT}", param_hint="--draft-len"
+        )
     return int(text)
 
 
 def engine_options(draft: str, length: str) -> dict[str, Any]:
-    """The two as arguments of `Engine`."""
-    return {"draft": draft, "draft_len": draft_length(length)}
+    """The two as arguments of `Engine`. Raises `ConfigurationError` for a drafter that nobody knows, before a model is
+    downloaded."""
+    from forerun.draft.registry import drafter_factory
+
+    options = {"draft": draft, "draft_len": draft_length(length)}
+    drafter_factory(draft)
+    return options
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import select
@@ -51,8 +50,8 @@ Drafts make the answer come sooner and never change it (but --verify rejection, 
 distribution). --show-drafts colours text on a terminal: accepted drafts green, the model's
 correction of a wrong draft yellow, its bonus after a right one cyan. Elsewhere, or with NO_COLOR
 set, they stand in brackets: <+accepted+> <!correction!> <*bonus*>. --trace tells on standard error
-for each step how the number of draft tokens was chosen; if the answer goes to the same terminal,
-after its end."""
+for each step how the number of draft tokens was chosen; if the answer goes to the same place, after
+its end. With --json it is part of the object instead, with all lengths that were weighed."""
 
 
 def register(app: typer.Typer) -> None:
@@ -124,7 +123,8 @@ def _run(
         raise typer.BadParameter("--system needs the chat template, which --raw leaves out")
     if show_drafts and as_json:
         raise typer.BadParameter("--show-drafts marks the text as it streams, which --json leaves out")
-    settings = engine_options(draft, draft_len)
+    nothing_drafts = "--draft none" if draft == "none" else None if speculate else "--no-speculate"
+    settings = engine_options(draft if speculate else "none", draft_len)
     try:
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -158,12 +158,15 @@ def _run(
             engine = Engine(path, kv_tokens=kv_tokens, threads=threads, cache_weights=False, **settings)
         ids = _prompt_ids(engine, name, text, system=system, raw=raw)
         view = _View(engine, len(ids), silent=as_json, show_drafts=show_drafts, trace=trace)
-        output, interrupted = _answer(engine, ids, params, view, speculate=speculate)
+        if nothing_drafts is not None and (trace or show_drafts) and not as_json:
+            _note(f"nothing is drafted: {nothing_drafts}")
+        output, interrupted = _answer(engine, ids, params, view)
     if as_json:
-        speculation = run_view.describe(draft, draft_len, output.stats.speculation)
-        typer.echo(json.dumps({**_describe(name, output), "speculation": speculation}, indent=2))
+        speculation = run_view.describe(settings["draft"], draft_len, output.stats.speculation)
+        found = {**_describe(name, output), "speculation": speculation}
+        typer.echo(json.dumps(found | ({"trace": view.trace.describe()} if trace else {}), indent=2))
     else:
-        _print_statistics(output, sampled=not params.greedy)
+        _print_statistics(output, sampled=not params.greedy, why_nothing=view.trace.why_nothing)
     if interrupted:
         raise typer.Exit(130)
 
@@ -227,11 +230,9 @@ def _prompt_ids(engine: Engine, name: str, text: str, *, system: str | None, raw
     return engine.chat_ids([*messages, {"role": "user", "content": text}])
 
 
-def _answer(
-    engine: Engine, ids: list[int], params: SamplingParams, view: _View, *, speculate: bool
-) -> tuple[RequestOutput, bool]:
+def _answer(engine: Engine, ids: list[int], params: SamplingParams, view: _View) -> tuple[RequestOutput, bool]:
     """The output, shown as it grows, and whether Ctrl-C ended it."""
-    handle = engine.submit(ids, params, speculate=speculate, trace=view.traces)
+    handle = engine.submit(ids, params, trace=True)
     interrupted = False
     try:
         for piece in handle:
@@ -251,26 +252,23 @@ class _View:
     """What a user sees of an answer while it is made."""
 
     def __init__(self, engine: Engine, n_prompt: int, *, silent: bool, show_drafts: bool, trace: bool) -> None:
-        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        colour = sys.stdout.isatty() and _may_style()
         self._marks = run_view.DraftMarks(engine.tokenizer) if show_drafts else None
         self._writer = _Writer(silent, colour=colour)
-        self._trace = run_view.Trace(n_prompt) if trace else None
-        # On one terminal, lines of the trace would tear the text apart.
-        self._late = sys.stdout.isatty() and sys.stderr.isatty() and not silent
+        self.trace = run_view.Trace(n_prompt)
+        self._tells = trace and not silent
+        # In one place, lines of the trace would tear the text apart.
+        self._late = _one_place()
         self._lines: list[str] = []
         if show_drafts:
             print(run_view.legend(colour=colour and sys.stderr.isatty()), file=sys.stderr, flush=True)
 
-    @property
-    def traces(self) -> bool:
-        """Whether decisions are wanted."""
-        return self._trace is not None
-
     def take(self, piece: Piece) -> None:
         """Shows what is new."""
         self._writer.write(piece, () if self._marks is None else self._marks.spans(piece))
-        if self._trace is not None:
-            self._lines += self._trace.lines(piece)
+        lines = self.trace.lines(piece)
+        if self._tells:
+            self._lines += lines
             if not self._late:
                 self._flush()
 
@@ -293,9 +291,6 @@ class _Writer:
         self._colour = colour
         self._terminal = sys.stdout.isatty()
         self._last = "\n"
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            # A terminal that isn't UTF-8 gets a question mark, not the end of the answer.
-            sys.stdout.reconfigure(errors="replace")
 
     def write(self, text: str, spans: Sequence[run_view.Span] = ()) -> None:
         """Writes a piece of text; as `spans`, which are the same text, with marks."""
@@ -345,7 +340,7 @@ def _describe(name: str, output: RequestOutput) -> dict[str, object]:
     }
 
 
-def _print_statistics(output: RequestOutput, *, sampled: bool) -> None:
+def _print_statistics(output: RequestOutput, *, sampled: bool, why_nothing: str | None) -> None:
     stats = output.stats
     prefill, decode = _prefill_rate(stats), stats.decode_tokens_per_second
     first = stats.first_token_seconds
@@ -355,7 +350,7 @@ def _print_statistics(output: RequestOutput, *, sampled: bool) -> None:
     ]
     if first is not None:
         parts.append(f"first token after {first:.2f} s")
-    parts.append(run_view.summary(stats.speculation))
+    parts.append(run_view.summary(stats.speculation, why_nothing))
     if sampled:
         parts.append(f"seed {output.seed}")
     parts.append(f"finish: {output.finish_reason}")
@@ -366,6 +361,21 @@ def _count(tokens: int) -> str:
     return "1 token" if tokens == 1 else f"{tokens} tokens"
 
 
+def _may_style() -> bool:
+    """Whether a terminal understands colours, and its user wants them."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _one_place() -> bool:
+    """Whether standard output and standard error are the same terminal, pipe or file."""
+    try:
+        first, second = (os.fstat(stream.fileno()) for stream in (sys.stdout, sys.stderr))
+    except (OSError, ValueError):
+        # A stream without a descriptor stands in: this process is someone else's.
+        return False
+    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
+
+
 def _note(text: str) -> None:
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, color_system="auto" if _may_style() else None)
     console.print(text, style="dim", markup=False)

@@ -24,6 +24,12 @@ _BRACKETS: Mapping[TokenOrigin, tuple[str, str]] = MappingProxyType({
 })  # fmt: skip
 
 
+_REASONS: Mapping[str, str] = MappingProxyType({"resting after losses": "drafts cost more time than they won"})
+"""What to say instead of some of the engine's reasons."""
+_NOTHING_PROPOSED = "nothing proposed"
+_NOT_WORTH_IT = ("no draft is worth its time", "the drafter's time isn't worth it", *_REASONS.values())
+
+
 class Span(NamedTuple):
     """Text of tokens that came from the same place."""
 
@@ -87,24 +93,79 @@ class Trace:
     def __init__(self, n_prompt: int) -> None:
         self._n_prompt = n_prompt
         self._origins: list[TokenOrigin] = []
+        self._decisions: list[Decision] = []
 
     def lines(self, piece: Piece) -> list[str]:
         """A line for each step since the last piece that could have drafted."""
         self._origins += piece.origins
+        self._decisions += piece.decisions
         return [self._line(decision) for decision in piece.decisions]
 
-    def _line(self, decision: Decision) -> str:
-        options = ", ".join(
-            f"{length}: {tokens:.2f} tokens in {seconds * 1e3:.1f} ms" for length, tokens, seconds in decision.options
-        )
-        accepted = 0
+    def describe(self) -> list[dict[str, object]]:
+        """Every choice so far with all that was weighed, for JSON."""
+        return [
+            {
+                "position": decision.position,
+                "length": decision.length,
+                "reason": reason(decision),
+                "accepted": self._accepted(decision),
+                "options": [
+                    {"length": length, "expected_tokens": tokens, "expected_seconds": seconds}
+                    for length, tokens, seconds in decision.options
+                ],
+            }
+            for decision in self._decisions
+        ]
+
+    @property
+    def why_nothing(self) -> str | None:
+        """Why no step had a draft, if it is known and none had one."""
+        reasons = [reason(decision) for decision in self._decisions]
+        if not reasons or any(decision.length for decision in self._decisions):
+            return None
+        if any(one in _NOT_WORTH_IT for one in reasons):
+            return "none was worth its time"
+        return _NOTHING_PROPOSED if all(one == _NOTHING_PROPOSED for one in reasons) else None
+
+    def _accepted(self, decision: Decision) -> int:
+        if not decision.length:
+            return 0
+        count = 0
         for origin in self._origins[decision.position - self._n_prompt :]:
             if origin != "accepted":
                 break
-            accepted += 1
-        outcome = f", accepted {accepted}" if decision.length else ""
-        considered = f" {options};" if options else ""
-        return f"step at {decision.position}:{considered} length {decision.length} ({decision.reason}){outcome}"
+            count += 1
+        return count
+
+    def _line(self, decision: Decision) -> str:
+        weighed = {length: (tokens, seconds) for length, tokens, seconds in decision.options}
+        most = max(weighed, default=0)
+        parts = [f"step at {decision.position}: length {decision.length}" + (f" of {most} proposed" if most else "")]
+        why = reason(decision)
+        plain = f"without {_rate(*weighed[0])}" if 0 in weighed else ""
+        if decision.length in weighed and decision.length:
+            if why != "most tokens per second":
+                parts[0] += f" ({why})"
+            tokens, seconds = weighed[decision.length]
+            rates = "; ".join(filter(None, (_rate(tokens, seconds), plain)))
+            shown = f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.1f}"
+            parts.append(f"expected {tokens:.1f} tokens in {shown} ms ({rates})")
+        else:
+            parts[0] += f" ({why}; {plain})" if most and plain else f" ({why})"
+        if decision.length:
+            parts.append(f"accepted {self._accepted(decision)}")
+        return ", ".join(parts)
+
+
+def reason(decision: Decision) -> str:
+    """Why the length was chosen, in words for people."""
+    if not decision.length and decision.reason.startswith("fixed"):
+        return _NOTHING_PROPOSED
+    return _REASONS.get(decision.reason, decision.reason)
+
+
+def _rate(tokens: float, seconds: float) -> str:
+    return f"{tokens / seconds:.1f}/s" if seconds > 0 else "-"
 
 
 def describe(draft: str, draft_len: str, stats: SpeculationStats) -> dict[str, object]:
@@ -115,10 +176,10 @@ def describe(draft: str, draft_len: str, stats: SpeculationStats) -> dict[str, o
     return {"draft": draft, "draft_len": draft_len, **counts, **rates}
 
 
-def summary(stats: SpeculationStats) -> str:
-    """The counts in a few words."""
+def summary(stats: SpeculationStats, why_nothing: str | None = None) -> str:
+    """The counts in a few words; `why_nothing`: why there are none, if that is known."""
     if not stats.proposed:
-        return "no drafts"
-    text = f"drafts: {stats.accepted} of {stats.proposed} accepted"
+        return "no drafts" if why_nothing is None else f"no drafts ({why_nothing})"
+    text = f"draft tokens: {stats.accepted} of {stats.proposed} accepted"
     rate = stats.tokens_per_decision
     return text if rate is None else f"{text}, {rate:.1f} tokens a step"

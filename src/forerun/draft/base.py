@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -57,7 +57,9 @@ class DraftTree:
     @property
     def is_chain(self) -> bool:
         """Whether every node follows the one before it."""
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        # Without a Python loop: this runs for every row of every step.
+        parents, chain = self.parents, range(-1, len(self.tokens) - 1)
+        return parents == chain if isinstance(parents, range) else list(parents) == list(chain)
 
     def is_leaf(self, node: int) -> bool:
         """Whether no node follows this one."""
@@ -96,6 +98,9 @@ class DraftRow(NamedTuple):
     tokens: committed tokens, prompt first. Read only; it only ever grows.
     budget: the most nodes that may be proposed, at least 1.
     params, seed: of the request; a drafter may draw with the target's own noise to agree with it more often.
+    limits: for a drafter made of several, because they cost differently: by `DraftTree.drafter`, the most nodes of a
+        tree of that name, 0 for one that isn't to be asked; "" is for all names that aren't there. None: `budget` for
+        all.
     """
 
     key: int
@@ -103,6 +108,14 @@ class DraftRow(NamedTuple):
     budget: int
     params: SamplingParams
     seed: int
+    limits: Mapping[str, int] | None = None
+
+    def limited(self, name: str) -> DraftRow | None:
+        """The row for the part of that name, with that part's budget; None if it isn't to be asked."""
+        if not self.limits:
+            return self
+        budget = min(self.budget, self.limits.get(name, self.limits.get("", self.budget)))
+        return self._replace(budget=budget) if budget > 0 else None
 
 
 @runtime_checkable

@@ -16,6 +16,8 @@ class CombinedDrafter(Drafter):
     `confident` (a tree without confidences counts as confident); otherwise the second's, unless that is empty. The
     second is asked only for those rows; what happened to a request in between it has to find out from the tokens.
 
+    A part that is too dear to be asked, or to be asked for as much, is limited by `DraftRow.limits`.
+
     Trees name the part that made them. Both parts are told everything else: starts and ends of requests, verdicts
     (which part's tree it was, `tree.drafter` says), truncations and forks.
 
@@ -40,13 +42,18 @@ class CombinedDrafter(Drafter):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
         """One tree a row, from whichever part is to be believed."""
-        trees = [_named(tree, self.first) for tree in self.first.propose(rows)]
-        unsure = [i for i, tree in enumerate(trees) if not self._is_confident(tree)]
-        if unsure:
-            others = self.second.propose([rows[i] for i in unsure])
-            for i, tree in zip(unsure, others, strict=True):
-                if len(tree):
-                    trees[i] = _named(tree, self.second)
+        trees = [NO_DRAFT] * len(rows)
+        for part in (self.first, self.second):
+            asked = [
+                (i, view)
+                for i, (row, tree) in enumerate(zip(rows, trees, strict=True))
+                if not self._is_confident(tree) and (view := _view(row, part)) is not None
+            ]
+            if asked:
+                proposed = part.propose([view for _, view in asked])
+                for (i, _), tree in zip(asked, proposed, strict=True):
+                    if len(tree):
+                        trees[i] = _named(tree, part)
         self.setup_seconds = self.first.setup_seconds + self.second.setup_seconds
         return trees
 
@@ -88,7 +95,12 @@ class CombinedDrafter(Drafter):
         return len(tree) > 0 and (len(tree.confidence) == 0 or tree.confidence[0] >= self._confident)
 
 
+def _view(row: DraftRow, part: Drafter) -> DraftRow | None:
+    """What a part is asked; one that is made of parts itself sees to the limits of those."""
+    return row if isinstance(part, CombinedDrafter) else row.limited(part.name)
+
+
 def _named(tree: DraftTree, part: Drafter) -> DraftTree:
-    if tree.drafter or not len(tree):
-        return tree if len(tree) else NO_DRAFT
+    if tree.drafter:
+        return tree
     return DraftTree(tree.tokens, tree.parents, tree.confidence, tree.q, part.name)

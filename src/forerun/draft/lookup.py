@@ -6,7 +6,8 @@ that text ends, it goes on with the proposal itself, as a copy does in LZ77: aft
 back and gives "a b a b ...".
 
 The text is indexed as it grows, by hash chains per match length (csrc/suffix.hpp), so that a lookup follows a link
-instead of reading the text. Memory: 4 bytes per token, and 8 to 12 for each match length.
+instead of reading the text. Tokens are compared on every hit; after 64 hash collisions a lookup gives up. Memory: 4
+bytes per token, and 8 to 12 for each match length.
 """
 
 from __future__ import annotations
@@ -14,15 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun import _native
-from forerun.draft.base import NO_DRAFT, Drafter, DraftRow, DraftTree
-from forerun.draft.doubt import updated_doubt
+from forerun.draft.base import NO_DRAFT, DraftRow, DraftTree
+from forerun.draft.copying import MAX_NODES, CopyingDrafter, CopyState
 from forerun.errors import ConfigurationError
 
 MAX_MATCH = 32
 """Matches are measured up to this many tokens, whatever length they are searched by."""
-
-MAX_NODES = 63
-"""Nodes of a tree at most: its ancestor masks have 64 bits and the root takes one."""
 
 _ESCAPE = 2.5
 _EVIDENCE = tuple(length**1.2 for length in range(MAX_MATCH + MAX_NODES + 1))
@@ -31,17 +29,7 @@ _EVIDENCE = tuple(length**1.2 for length in range(MAX_MATCH + MAX_NODES + 1))
 the request's own doubt does the rest."""
 
 
-class _State:
-    """What is kept for one request."""
-
-    __slots__ = ("doubt", "text")
-
-    def __init__(self, text: _native.SuffixText, doubt: float) -> None:
-        self.text = text
-        self.doubt = doubt
-
-
-class PromptLookup(Drafter):
+class PromptLookup(CopyingDrafter):
     """Proposes a chain: the continuation of the latest earlier occurrence of the last tokens, longest context first.
 
     Args:
@@ -62,23 +50,13 @@ class PromptLookup(Drafter):
             )
         if not 1 <= max_draft <= MAX_NODES:
             raise ConfigurationError(f"max_draft of prompt lookup must be from 1 to {MAX_NODES}, got {max_draft}")
+        super().__init__()
         self._lengths = tuple(range(min_match, max_match + 1))
         self._max_draft = max_draft
-        self._states: dict[int, _State] = {}
-
-    @property
-    def n_requests(self) -> int:
-        """Requests that something is kept for."""
-        return len(self._states)
-
-    @property
-    def state_bytes(self) -> int:
-        """Memory of all requests' indexes."""
-        return sum(state.text.bytes for state in self._states.values())
 
     def begin(self, key: int, scope: str | None) -> None:  # noqa: ARG002
         """A request starts. Its scope doesn't matter: nothing is shared."""
-        self._states[key] = _State(_native.SuffixText(self._lengths), 1.0)
+        self._states[key] = CopyState(_native.SuffixText(self._lengths))
 
     def propose(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
         """A chain of at most `budget` tokens for each row; empty where the last tokens are new."""
@@ -93,26 +71,3 @@ class PromptLookup(Drafter):
         escape = _ESCAPE * state.doubt
         confidence = [evidence / (evidence + escape) for evidence in _EVIDENCE[match : match + len(tokens)]]
         return DraftTree.chain(tokens, confidence, drafter=self.name)
-
-    def observe(self, key: int, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Confidence follows what became of the request's drafts; what is proposed doesn't change."""
-        if tree.drafter in ("", self.name):
-            state = self._states[key]
-            state.doubt = updated_doubt(state.doubt, tree, accepted)
-
-    def truncate(self, key: int, n_tokens: int) -> None:
-        """Forgets the request's tokens from `n_tokens` on."""
-        self._states[key].text.truncate(n_tokens)
-
-    def fork(self, key: int, child: int) -> None:
-        """Copies the request's index."""
-        state = self._states[key]
-        self._states[child] = _State(state.text.copy(), state.doubt)
-
-    def free(self, key: int, tokens: Sequence[int]) -> None:  # noqa: ARG002
-        """Gives the request's index back."""
-        del self._states[key]
-
-    def close(self) -> None:
-        """Gives everything back."""
-        self._states.clear()

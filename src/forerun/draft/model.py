@@ -22,12 +22,9 @@ from forerun.models.download import resolve
 from forerun.models.executor import Executor
 from forerun.models.source import open_model
 from forerun.models.tokenizer import Tokenizer
-from forerun.ops import StepInput
+from forerun.ops import BLOCK, StepInput
 from forerun.sample.edits import LogitEdits
 from forerun.sample.params import SamplingParams
-
-BLOCK = 16
-"""Tokens of a KV block."""
 
 MAX_WIDTH = 16
 

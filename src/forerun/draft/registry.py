@@ -113,5 +113,6 @@ def drafter_factory(draft: object) -> DrafterFactory | None:
             )
 
         return make
-    known = ", ".join(["none", *_BUILT_IN, *sorted(registered)])
+    built_in_forms = [f"{known}:NAME" if argues else known for known, (_, argues) in _BUILT_IN.items()]
+    known = ", ".join(["none", *built_in_forms, *sorted(registered)])
     raise ConfigurationError(f"draft={draft!r} is not known; expected one of {known}")

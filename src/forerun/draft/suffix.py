@@ -36,8 +36,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from forerun import _native
-from forerun.draft.base import NO_DRAFT, Drafter, DraftRow, DraftTree
-from forerun.draft.doubt import updated_doubt
+from forerun.draft.base import NO_DRAFT, DraftRow, DraftTree
+from forerun.draft.copying import MAX_NODES, CopyingDrafter, CopyState
 from forerun.errors import ConfigurationError
 
 LENGTHS = (1, 2, 4, 8, 16)
@@ -54,22 +54,8 @@ SHARED_WEIGHT = 0.5
 MIN_SHARED_BYTES = 1 << 16
 """The smallest store: less doesn't hold a page of text for every list that it needs."""
 
-MAX_NODES = 63
-"""Nodes of a tree at most: its ancestor masks have 64 bits and the root takes one."""
 
-
-class _State:
-    """What is kept for one request: the index of its text (from its first proposal on), its scope and its doubt."""
-
-    __slots__ = ("doubt", "scope", "text")
-
-    def __init__(self, scope: bytes, text: _native.SuffixText | None, doubt: float) -> None:
-        self.scope = scope
-        self.text = text
-        self.doubt = doubt
-
-
-class SuffixDrafter(Drafter):
+class SuffixDrafter(CopyingDrafter):
     """Proposes a tree of the continuations seen most often in the request's own text and in finished ones of its scope.
 
     Args:
@@ -108,19 +94,9 @@ class SuffixDrafter(Drafter):
             raise ConfigurationError(
                 f"shared_bytes must be at least {MIN_SHARED_BYTES}, got {shared_bytes}; shared=False keeps no texts"
             )
+        super().__init__()
         self._rule = _native.SuffixRule(ESCAPES, SHARED_WEIGHT, min_survival, max_depth, own_limit, shared_limit)
         self._store = _native.SuffixStore(LENGTHS, shared_bytes) if shared else None
-        self._states: dict[int, _State] = {}
-
-    @property
-    def n_requests(self) -> int:
-        """Requests that something is kept for."""
-        return len(self._states)
-
-    @property
-    def state_bytes(self) -> int:
-        """Memory of all requests' own indexes."""
-        return sum(state.text.bytes for state in self._states.values() if state.text is not None)
 
     @property
     def store(self) -> _native.SuffixStore | None:
@@ -129,7 +105,7 @@ class SuffixDrafter(Drafter):
 
     def begin(self, key: int, scope: str | None) -> None:
         """A request starts; it sees finished texts of `scope` only."""
-        self._states[key] = _State(scope_key(scope), None, 1.0)
+        self._states[key] = CopyState(_native.SuffixText(LENGTHS), scope_key(scope))
 
     def propose(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
         """A tree of at most `budget` nodes for each row; empty where nothing is likely enough."""
@@ -137,43 +113,23 @@ class SuffixDrafter(Drafter):
 
     def _propose(self, row: DraftRow) -> DraftTree:
         state = self._states[row.key]
-        text = state.text
-        if text is None:
-            text = state.text = _native.SuffixText(LENGTHS)
-        text.follow(row.tokens)
+        state.text.follow(row.tokens)
         budget = min(row.budget, MAX_NODES)
         tokens, parents, confidence = _native.propose_suffix(
-            text, self._store, state.scope, budget, self._rule, state.doubt
+            state.text, self._store, state.scope, budget, self._rule, state.doubt
         )
         return DraftTree(tokens, parents, confidence, drafter=self.name) if tokens else NO_DRAFT
 
-    def observe(self, key: int, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Drafts of a request grow longer as they are accepted, and shorter as they aren't."""
-        if tree.drafter in ("", self.name):
-            state = self._states[key]
-            state.doubt = updated_doubt(state.doubt, tree, accepted)
-
-    def truncate(self, key: int, n_tokens: int) -> None:
-        """Forgets the request's tokens from `n_tokens` on."""
-        text = self._states[key].text
-        if text is not None:
-            text.truncate(n_tokens)
-
-    def fork(self, key: int, child: int) -> None:
-        """Copies the request's index."""
-        state = self._states[key]
-        text = None if state.text is None else state.text.copy()
-        self._states[child] = _State(state.scope, text, state.doubt)
-
     def free(self, key: int, tokens: Sequence[int]) -> None:
         """Gives the request's index back and puts its text into the store."""
-        state = self._states.pop(key)
+        scope = self._states[key].scope
+        super().free(key, tokens)
         if self._store is not None:
-            self._store.insert(state.scope, tokens)
+            self._store.insert(scope, tokens)
 
     def close(self) -> None:
         """Gives everything back, finished texts included."""
-        self._states.clear()
+        super().close()
         if self._store is not None:
             self._store.clear()
 

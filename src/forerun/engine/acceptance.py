@@ -43,28 +43,27 @@ _CENTRES = tuple(min((a + b) / 64, 0.995) for a, b in zip((0, *_EDGES), (*_EDGES
 
 
 _WORD = (*_CENTRES, *(_UNKNOWN,) * _DEPTHS)
-_ONES = [1.0] * _DEPTHS  # never written: stands for "nothing known"
 
 
 class RequestAcceptance:
     """What one request has shown of one drafter: the belief over states, and the depths' own factors."""
 
-    __slots__ = ("depth_accepted", "depth_expected", "factors", "mean", "trials", "weights")
+    __slots__ = ("depth_accepted", "depth_expected", "factors", "totals", "trials", "weights")
 
     def __init__(self, weights: tuple[float, float, float, float]) -> None:
         self.weights = weights
-        self.mean = [0.0, 0.0, 0.0, 0.0]
+        self.totals = [0.0, 0.0, 0.0, 0.0]  # of the weights over all trials
         self.trials = 0
         self.depth_accepted: list[float] | None = None
         self.depth_expected: list[float] = []
-        self.factors: list[float] = _ONES
+        self.factors: list[float] | None = None  # nothing known: as if all were 1
 
     def copy(self) -> RequestAcceptance:
         """The same for a request that continues like this one."""
         other = RequestAcceptance(self.weights)
-        other.mean = list(self.mean)
+        other.totals = list(self.totals)
         other.trials = self.trials
-        if self.depth_accepted is not None:
+        if self.depth_accepted is not None and self.factors is not None:
             other.depth_accepted = list(self.depth_accepted)
             other.depth_expected = list(self.depth_expected)
             other.factors = list(self.factors)
@@ -99,21 +98,21 @@ class Acceptance:
         gain = max(1.0 / (self._ended + 1), 0.1) * min(request.trials / 8, 1.0)
         mixed = [
             max((1 - gain) * old + gain * total / request.trials, 0.02)
-            for old, total in zip(self._start, request.mean, strict=True)
+            for old, total in zip(self._start, request.totals, strict=True)
         ]
         total = sum(mixed)
         self._start = (mixed[0] / total, mixed[1] / total, mixed[2] / total, mixed[3] / total)
 
-    def estimate(self, confidence: float | None, depth: int) -> float:
-        """The record's probability for a node of that confidence (None: of that depth), its parent being accepted."""
-        cell = _RANGES + min(depth, _DEPTHS - 1) if confidence is None else _RANGE[int(confidence * 32)]
-        return self._estimate(cell)
+    def estimate(self, cell: int) -> float:
+        """The record's probability for a node of that cell, its parent being accepted."""
+        p = (self._accepted[cell] + _PRIOR * _WORD[cell]) / (self._trials[cell] + _PRIOR)
+        return min(max(p, 0.005), 0.995)
 
     def survival(self, request: RequestAcceptance, tree: DraftTree, cells: Sequence[int]) -> list[float]:
         """For each node the probability that it is accepted, all of its path included; never above its parent's."""
         if self._stale and cells and cells[0] >= _RANGES:
             self._refresh()
-        return self._chain(request, cells) if is_chain(tree) else self._tree(request, tree.parents, cells)
+        return self._chain(request, cells) if tree.is_chain else self._tree(request, tree.parents, cells)
 
     def survival_by_depth(self, request: RequestAcceptance, count: int) -> list[float]:
         """The same for a chain of `count` nodes that is not there yet."""
@@ -129,7 +128,7 @@ class Acceptance:
         s0, s1, s2, s3 = request.weights
         factors = request.factors
         out: list[float] = []
-        if factors is _ONES:
+        if factors is None:
             for cell in cells:
                 s0 *= p0[cell]
                 s1 *= p1[cell]
@@ -150,7 +149,8 @@ class Acceptance:
 
     def _tree(self, request: RequestAcceptance, parents: Sequence[int], cells: Sequence[int]) -> list[float]:
         p0, p1, p2, p3 = self._tables
-        factors = request.factors
+        factors = request.factors or (1.0,)
+        last = len(factors) - 1
         root = (*request.weights, 1.0, 0)
         nodes: list[tuple[float, float, float, float, float, int]] = []
         out: list[float] = []
@@ -161,7 +161,7 @@ class Acceptance:
             s1 *= p1[cell]
             s2 *= p2[cell]
             s3 *= p3[cell]
-            factor *= factors[depth] if depth < _DEPTHS else factors[-1]
+            factor *= factors[min(depth, last)]
             s = min((s0 + s1 + s2 + s3) * factor, room[parent + 1])
             room[parent + 1] -= s
             nodes.append((s0, s1, s2, s3, factor, depth + 1))
@@ -172,7 +172,7 @@ class Acceptance:
     def learn(self, request: RequestAcceptance, tree: DraftTree, cells: Sequence[int], accepted: Sequence[int]) -> None:
         """The whole tree was verified and its nodes `accepted` (root to leaf) were accepted."""
         n = len(accepted)
-        if is_chain(tree):
+        if tree.is_chain:
             tried = min(n + 1, len(tree.tokens))
             self._believe(request, 0, [(cell,) for cell in cells[:tried]], n)
             for depth in range(tried):
@@ -217,10 +217,10 @@ class Acceptance:
         w0, w1, w2, w3 = request.weights
         t0, t1, t2, t3 = self._start
         t0, t1, t2, t3 = t0 * _SHARE, t1 * _SHARE, t2 * _SHARE, t3 * _SHARE
-        if request.depth_accepted is None:
+        if request.depth_accepted is None or request.factors is None:
             request.depth_accepted = [0.0] * _DEPTHS
             request.depth_expected = [0.0] * _DEPTHS
-            request.factors = list(_ONES)
+            request.factors = [1.0] * _DEPTHS
         by_depth, expectations, factors = request.depth_accepted, request.depth_expected, request.factors
         depth = first
         for level in levels:
@@ -244,11 +244,11 @@ class Acceptance:
             depth += 1
         request.weights = (w0, w1, w2, w3)
         n = depth - first
-        mean = request.mean
-        mean[0] += n * w0
-        mean[1] += n * w1
-        mean[2] += n * w2
-        mean[3] += n * w3
+        totals = request.totals
+        totals[0] += n * w0
+        totals[1] += n * w1
+        totals[2] += n * w2
+        totals[3] += n * w3
         request.trials += n
 
     def _count(self, cell: int, depth: int, accepted: bool) -> None:
@@ -261,14 +261,10 @@ class Acceptance:
             wins[cell] = _MEMORY * wins[cell] + accepted
             self._stale.add(cell)
 
-    def _estimate(self, cell: int) -> float:
-        p = (self._accepted[cell] + _PRIOR * _WORD[cell]) / (self._trials[cell] + _PRIOR)
-        return min(max(p, 0.005), 0.995)
-
     def _tabulate(self, cells: Iterable[int]) -> None:
         p0, p1, p2, p3 = self._tables
         for cell in cells:
-            p = self._estimate(cell)
+            p = self.estimate(cell)
             odds = p / (1 - p)
             x = odds * _STATES[0]
             p0[cell] = x / (1 + x)
@@ -278,13 +274,6 @@ class Acceptance:
             p2[cell] = x / (1 + x)
             x = odds * _STATES[3]
             p3[cell] = x / (1 + x)
-
-
-def is_chain(tree: DraftTree) -> bool:
-    """`tree.is_chain` without a Python loop: this runs for every row of every step."""
-    chain = range(-1, len(tree.tokens) - 1)
-    parents = tree.parents
-    return parents == chain if isinstance(parents, range) else list(parents) == list(chain)
 
 
 def cells_of(tree: DraftTree) -> list[int]:
@@ -298,6 +287,6 @@ def cells_of(tree: DraftTree) -> list[int]:
         if -1 not in cells:
             return cells
     last = _RANGES + _DEPTHS - 1
-    if is_chain(tree):
+    if tree.is_chain:
         return [min(_RANGES + d, last) for d in range(len(tree.tokens))]
     return [min(_RANGES + d, last) for d in tree.depths()]

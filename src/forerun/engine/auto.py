@@ -12,7 +12,10 @@ Where a prompt is computed in the same step, its tokens emit nothing but must no
 is worth is taken from the step without them, and each draft token pays its own part of T.
 
 Asking costs, too. `budget` makes the same scan before drafting, with the drafter's measured seconds added and survival
-by depth alone, unless asking for everything is all but free.
+by depth alone, unless asking for everything is all but free. A drafter made of several (`CombinedDrafter`) may answer
+with a part that is free or with one that isn't, and which one is only known afterwards, so the scan is made for each,
+and each has its own limit. What a dear one is asked for must be covered by the request's account even if all of it
+fails, and one that had nothing to say is asked again at growing distances.
 
 Nobody pays for it. Each request has an account in plain steps: a small credit to begin with, a little more every step,
 plus the draft tokens that it won, less the time by which drafts (its own and its neighbours') made the step longer. A
@@ -30,19 +33,21 @@ probed now and then, at distances that double while probes fail.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 
 from forerun.draft.base import DraftTree
-from forerun.engine.acceptance import Acceptance, RequestAcceptance, cells_of, is_chain
+from forerun.engine.acceptance import Acceptance, RequestAcceptance, cells_of
+from forerun.engine.goodput import best_alone, best_length, rank
 from forerun.engine.pace import Decision
+from forerun.engine.speculate import MAX_DRAFT as LARGEST_DRAFT
 from forerun.engine.steptime import DraftCost, StepTimes
 
 MAX_DRAFT = 16
 
-_MARGIN = 0.015  # a draft must promise this much more than none
 _FREE = 0.015  # asking for everything is free if it takes this share of the step
 _FIRST_ASK = 2  # nodes asked of a drafter whose cost isn't known
-_HOPELESS = 0.02  # nodes of less survival are not ranked
 _CREDIT = 0.01  # of a plain step, per step, to a request
 _ADVANCE = 0.9  # credit of a request in a fresh engine, in plain steps
 _FLOOR, _CEILING = -1.0, 4.0  # of a request's account
@@ -51,13 +56,13 @@ _LENT_FLOOR = -0.3  # while drafts have won time for the engine as a whole
 _ENGINE_CEILING = 16.0  # of the account of all requests together, in which new ones' credit is found
 _ENGINE_CREDIT = 0.004
 _FIRST_GAP, _MAX_GAP = 1.5, 64.0  # steps between probes
-_FEW_OTHERS = 32  # more query tokens than this that belong to no drafting row are a prompt's
+_ANY = ""  # stands for drafters that have no tree to their name yet
 
 
 class _Request:
     __slots__ = (
-        "account", "cells", "cut", "drafter", "end", "gap", "idle", "options", "position", "price", "probing", "reason",
-        "states", "survival", "tokens", "tree",
+        "account", "cells", "cut", "dear", "drafter", "end", "first_size", "gap", "idle", "limits", "position", "price",
+        "probe", "reason", "spent", "states", "survival", "tokens", "tree", "vain",
     )  # fmt: skip
 
     def __init__(self, tokens: Sequence[int] | None, account: float, gap: float) -> None:
@@ -72,10 +77,14 @@ class _Request:
         self.cut = 0  # its nodes that were verified
         self.position = -1  # committed tokens when it was made
         self.end = -1  # its last accepted node
-        self.probing = False
+        self.limits: dict[str, int] = {}  # by drafter, in this step
+        self.dear = False  # whether one that isn't free is asked in this step
+        self.vain = False  # whether the last one of those had nothing to say
+        self.probe: str | None = None  # who is being probed
         self.price = 0.0  # of a single node, in plain steps
         self.survival: Sequence[float] = ()
-        self.options: tuple[Sequence[float], float, int] = ((), 0.0, 0)
+        self.first_size = 0  # query tokens of the step if this request's draft is left out; 0: no choice was made
+        self.spent = 0.0  # on drafting, in units of the level
         self.reason = ""
 
 
@@ -84,26 +93,27 @@ class AutoPace:
 
     Args:
         times: T(n) of this engine's model; kept fresh by `step`.
-        max_draft: the most nodes of a request in a step, 1 to 63.
+        max_draft: the most nodes of a request in a step, 1 to `speculate.MAX_DRAFT`.
 
     What it learns of drafters stays for the engine's life; what it learns of a request ends with `free`.
     """
 
     def __init__(self, times: StepTimes, *, max_draft: int = MAX_DRAFT) -> None:
-        if not 1 <= max_draft <= 63:
-            raise ValueError(f"max_draft={max_draft} is not allowed; expected 1 to 63")
+        if not 1 <= max_draft <= LARGEST_DRAFT:
+            raise ValueError(f"max_draft={max_draft} is not allowed; expected 1 to {LARGEST_DRAFT}")
         self.times = times
         self.max_draft = max_draft
         self._requests: dict[int, _Request] = {}
         self._records: dict[str, Acceptance] = {}
         self._costs: dict[str, DraftCost] = {}
-        self._drafter = ""  # whose tree was the last of all
         self._account = _ADVANCE
         self._gap = _FIRST_GAP
         self._others = 0.0  # the account of whatever doesn't draft
         self._members: list[_Request] = []  # whom this step's budget was about
         self._time = 1.0  # of a plain step for them, in units of the level
         self._asked = 0  # of them, those that the drafter is asked for
+        self._deciding = 1  # query tokens of this step that choose a token
+        self._free: set[str] = set()  # drafters that cost next to nothing to ask
         self._names: set[str] = set()  # of this step's trees
 
     def begin(self, key: int, tokens: Sequence[int] | None = None) -> None:
@@ -131,9 +141,10 @@ class AutoPace:
         """The largest length; `budget` and `cut` decide."""
         return self.max_draft if key in self._requests else 0
 
-    def budget(self, keys: Sequence[int], granted: Sequence[int], n_tokens: int) -> list[int]:
+    def budget(self, keys: Sequence[int], granted: Sequence[int], n_tokens: int, n_deciding: int) -> list[int]:
         """All that was granted where asking is all but free, else what is worth its time; 0 doesn't ask."""
         members = self._members = [self._requests[key] for key in keys]
+        self._deciding = n_deciding
         self._names.clear()
         for request in members:
             request.account = min(request.account + _CREDIT, _CEILING)
@@ -141,7 +152,8 @@ class AutoPace:
                 request.account += _LOAN
                 self._account -= _LOAN / len(members)
             request.idle += 1
-            request.probing = False
+            request.probe = None
+            request.dear = False
             learnt = request.tree is not None and self._settle(request)
             if request.idle > 1 and not learnt and request.drafter:
                 record, state = self._state(request, request.drafter)
@@ -149,48 +161,65 @@ class AutoPace:
         self._account = min(self._account + _ENGINE_CREDIT, _ENGINE_CEILING)
         self._others = min(self._others + _CREDIT, _CEILING)
         self._time = self._plain(n_tokens, 0)[0]
-        asked = self._asks(members, list(granted), n_tokens)
+        asked = self._asks(members, granted, n_tokens)
         self._asked = sum(n > 0 for n in asked)
         return asked
 
-    def _asks(self, requests: Sequence[_Request], granted: list[int], n_tokens: int) -> list[int]:
+    def limits(self, key: int) -> Mapping[str, int] | None:
+        """What each drafter known so far may be asked for; who isn't known yet, for little."""
+        request = self._requests.get(key)
+        return None if request is None else request.limits
+
+    def _asks(self, requests: Sequence[_Request], granted: Sequence[int], n_tokens: int) -> list[int]:
+        first = [min(n, _FIRST_ASK) for n in granted]
+        asks: dict[str, list[int]] = {}
+        self._free.clear()
+        for name, cost in self._costs.items():
+            seconds = cost.per_row * len(requests) + cost.per_node * sum(granted)
+            if seconds <= _FREE * self.times.seconds(n_tokens):
+                self._free.add(name)
+                asks[name] = list(granted)
+            else:
+                asks[name] = self._worth(name, cost, requests, granted, n_tokens) if cost.known else first
+        names = [name for name in asks if name != _ANY] or list(asks)
+        counts = [max(asked) for asked in zip(*(asks[name] for name in names), strict=True)] if names else first
+        unknown = asks.get(_ANY, first)
+        for i, request in enumerate(requests):
+            request.limits = {name: asks[name][i] for name in names}
+            request.limits[_ANY] = min(unknown[i], first[i]) if names != [_ANY] else counts[i]
+        return counts
+
+    def _worth(
+        self, name: str, cost: DraftCost, requests: Sequence[_Request], granted: Sequence[int], n_tokens: int
+    ) -> list[int]:
+        """The nodes that are worth a drafter's time."""
         level = self.times.level
-        per_row: list[float] = []
-        per_node: list[float] = []
-        total = 0.0
-        known = True
-        for request, n in zip(requests, granted, strict=True):
-            cost = self._costs.get(request.drafter or self._drafter)
-            if cost is None:
-                return [min(n, _FIRST_ASK) for n in granted]
-            known = known and cost.known
-            per_row.append(cost.per_row / level)
-            per_node.append(cost.per_node / level)
-            total += cost.per_row + cost.per_node * n
-        now = self.times.shape(n_tokens, 1)
-        if total <= _FREE * now[0] * level:
-            return granted
-        if not known:
-            return [min(n, _FIRST_ASK) for n in granted]
+        per_row, per_node = cost.per_row / level, cost.per_node / level
         survivals: list[Sequence[float]] = []
         for request, n in zip(requests, granted, strict=True):
-            record, state = self._state(request, request.drafter or self._drafter)
-            request.survival = record.survival_by_depth(state, n)
-            survivals.append(request.survival if request.account > 0 else ())
-        counts = self._scan(requests, survivals, n_tokens, 0.0, per_row, per_node)
+            record, state = self._state(request, name)
+            resting = request.account <= 0 or (request.vain and request.idle < request.gap)
+            survivals.append(() if resting else record.survival_by_depth(state, n))
+        counts = self._scan(requests, survivals, n_tokens, 0.0, (per_row, per_node))
+        now = self.times.shape(n_tokens, 1)
         plain = self._time
         poorest = min(request.account for request in requests)
         for i, request in enumerate(requests):
             if counts[i]:
+                request.dear = True
+                if per_node > 0:
+                    counts[i] = min(counts[i], max(1, int((request.account * plain - per_row) / per_node)))
                 continue
             request.reason = "the drafter's time isn't worth it" if request.account > 0 else "resting after losses"
             request.cut = 0
             request.position = len(request.tokens) if request.tokens is not None else -1
-            request.options = (now[:1], 0.0, 0)
-            request.price = (now[1] - now[0] + per_row[i] + per_node[i]) / plain
+            request.survival = ()
+            request.first_size, request.spent = n_tokens, 0.0
+            request.price = (now[1] - now[0] + per_row + per_node) / plain
             if granted[i] and request.idle >= request.gap and poorest >= request.price:
                 poorest -= request.price
-                request.probing = True
+                request.probe = name
+                request.dear = True
                 counts[i] = 1
         return counts
 
@@ -206,23 +235,15 @@ class AutoPace:
         for request, position, tree in zip(requests, positions, trees, strict=True):
             request.position = position
             request.end = -1
-            request.survival = ()
-            request.tree = None
-            if len(tree):
-                request.tree = tree
-                request.drafter = self._drafter = tree.drafter
-                self._names.add(tree.drafter)
-                record, state = self._state(request, tree.drafter)
-                cells = request.cells = cells_of(tree)
-                request.survival = record.survival(state, tree, cells)
-            survivals.append(request.survival if request.account > 0 and not request.probing else ())
+            self._propose(request, tree)
+            survivals.append(request.survival if request.account > 0 and request.probe is None else ())
             cost = self._costs.get(request.drafter)
             if cost is not None:
                 seconds += cost.per_row + cost.per_node * len(tree)
         spent = seconds / self.times.level
-        counts = self._scan(requests, survivals, n_tokens, spent, (), ())
+        counts = self._scan(requests, survivals, n_tokens, spent)
         total = sum(counts)
-        times = self.times.shape(n_tokens, total + len(requests) + self.max_draft)
+        times = self.times.shape(n_tokens, total + len(requests))
         plain = self._time
         poorest = min(request.account for request in self._members)
         for i, request in enumerate(requests):
@@ -230,10 +251,10 @@ class AutoPace:
                 continue
             request.price = (times[total + 1] - times[total]) / plain
             blind = request.tokens is None or request.tree.q is not None
-            if not request.probing and blind and request.idle >= request.gap and poorest >= request.price:
+            if request.probe is None and blind and request.idle >= request.gap and poorest >= request.price:
                 poorest -= request.price
-                request.probing = True
-            if request.probing:
+                request.probe = request.tree.drafter
+            if request.probe is not None:
                 counts[i] = 1
                 total += 1
         added = times[total] - times[0]
@@ -243,11 +264,11 @@ class AutoPace:
                 self._others = max(self._others - added / times[0], _FLOOR)
         for request, n in zip(requests, counts, strict=True):
             request.cut = n
-            request.options = (times, spent, total - n)
-            if request.probing:
-                request.reason = "a probe"
-            elif request.tree is None:
+            request.first_size, request.spent = n_tokens + total - n, spent
+            if request.tree is None:
                 request.reason = "nothing proposed"
+            elif request.probe is not None:
+                request.reason = "a probe"
             elif n:
                 request.reason = "most tokens per second"
             elif request.account <= 0:
@@ -255,6 +276,28 @@ class AutoPace:
             else:
                 request.reason = "no draft is worth its time"
         return counts
+
+    def _propose(self, request: _Request, tree: DraftTree) -> None:
+        """Takes in what a request's drafter has to say."""
+        request.survival = ()
+        request.tree = None
+        name = tree.drafter
+        if not len(tree):
+            if request.dear:
+                request.vain = True
+                request.idle = 0
+                request.gap = min(request.gap * 2, _MAX_GAP)
+            return
+        request.tree = tree
+        request.drafter = name
+        self._names.add(name)
+        if name not in self._free:
+            request.vain = False
+        if request.probe is not None and request.probe != name and name in self._costs:
+            request.probe = None  # another one had something to say
+        record, state = self._state(request, name)
+        cells = request.cells = cells_of(tree)
+        request.survival = record.survival(state, tree, cells)
 
     def _charge(self, loss: float) -> None:
         """Everyone in the step lost as many plain steps of time."""
@@ -266,9 +309,7 @@ class AutoPace:
 
     def _plain(self, n_tokens: int, count: int) -> list[float]:
         """T from the query tokens on that emit something in a step without drafts: those of no prompt."""
-        rows = len(self._members)
-        others = n_tokens - rows
-        return self.times.shape(n_tokens if others <= _FEW_OTHERS else rows, count)
+        return self.times.shape(min(n_tokens, self._deciding), count)
 
     def _scan(
         self,
@@ -276,104 +317,53 @@ class AutoPace:
         survivals: Sequence[Sequence[float]],
         n_tokens: int,
         spent: float,
-        per_row: Sequence[float],
-        per_node: Sequence[float],
+        price: tuple[float, float] | None = None,
     ) -> list[int]:
         """How many nodes of each row to take.
 
-        `spent` was spent on drafting already, in units of the level; `per_row` and `per_node`, if given, are still to
-        be spent for a row's first node and for each node.
+        `spent` was spent on drafting already, in units of the level; a `price`, if given, is still to be paid for a
+        row's first node and for each node.
         """
         if len(self._members) <= 1 and len(survivals) == 1 and n_tokens == 1:
-            return [self._scan_alone(survivals[0], spent, per_row, per_node)]
+            return [best_alone(survivals[0], self.times.shape(1, len(survivals[0])), spent, price)]
         counts = [0] * len(survivals)
-        others = n_tokens - len(self._members)
-        guarded = others > 0 or len(self._members) > 1
-        rest = _CEILING  # the least account of requests that can't win anything here
-        if guarded:
-            if len(self._members) > len(requests):
-                rest = min(r.account for r in self._members if r not in requests)
-            one = self.times.shape(n_tokens, 1)
-            first = one[1] - one[0]
-            most = min(rest, min(r.account + sum(s) for r, s in zip(requests, survivals, strict=True)))
-            if first > most * self._time or (others > 0 and first > self._others * one[0]):
-                return counts
-        ranked: list[tuple[float, int, float]] = []  # what ranks it, row, survival
-        for row, survival in enumerate(survivals):
-            worst = 1.0
-            for s in survival:
-                if s < worst:
-                    worst = s
-                    if worst < _HOPELESS:
-                        break
-                ranked.append((worst, row, s))
-        count = len(ranked)
-        if not count:
+        if not self._affordable(requests, survivals, n_tokens):
             return counts
-        times = self.times.shape(n_tokens, count)
-        if len(survivals) > 1:
-            if per_node:
-                slope = (times[-1] - times[0]) / count + 1e-9
-                ranked.sort(key=lambda node: node[0] / (slope + per_node[node[1]]), reverse=True)
-            else:
-                ranked.sort(key=_rank, reverse=True)
-        plain = self._plain(n_tokens, count)
-        base = float(n_tokens if others <= _FEW_OTHERS else len(self._members))
-        slack = [request.account for request in requests]
-        poorest = min(rest, *slack)
-        expected = base
-        best = base / (plain[0] + spent)
-        worth = best  # tokens that a unit of time is worth without drafts
-        allowed: list[tuple[int, float, float]] = []  # length, tokens won, time added
-        chosen: tuple[int, float, float] | None = None
-        extra = 0.0
-        for k, (_, row, s) in enumerate(ranked, 1):
-            expected += s
-            if per_node:
-                if not counts[row]:
-                    extra += per_row[row]
-                    counts[row] = 1
-                extra += per_node[row]
-            if guarded:
-                before = slack[row]
-                slack[row] = before + s
-                if before <= poorest:
-                    poorest = min(rest, *slack)
-                added = times[k] - times[0]
-                if added + extra > poorest * plain[0] or (others > 0 and added > self._others * times[0]):
-                    continue
-                allowed.append((k, expected - base, added + extra))
-            rate = expected / (plain[k] + spent + extra)
-            if rate > best:
-                best = rate
-                chosen = (k, expected - base, times[k] - times[0] + extra)
-        if chosen is not None and plain is not times and others > _FEW_OTHERS:
-            # A prompt's tokens are in the step: a node pays its own part of the step's time, at the rate without them.
-            chosen = max(allowed, key=lambda option: option[1] - best * option[2])
-        counts = [0] * len(survivals)
-        if chosen is not None and chosen[1] >= worth * chosen[2] + _MARGIN * (base + worth * chosen[2]):
-            for _, row, _ in ranked[: chosen[0]]:
-                counts[row] += 1
+        ranked = rank(survivals)
+        if not ranked:
+            return counts
+        times = self.times.shape(n_tokens, len(ranked))
+        guests = n_tokens > len(self._members)  # whoever doesn't draft, and prompts
+        length = best_length(
+            ranked,
+            times,
+            self._plain(n_tokens, len(ranked)),
+            min(n_tokens, self._deciding),
+            accounts=[request.account for request in requests] if guests or len(self._members) > 1 else None,
+            least=self._rest(requests),
+            longest=self._others * times[0] if guests else math.inf,
+            spent=spent,
+            price=price,
+        )
+        for _, row, _ in ranked[:length]:
+            counts[row] += 1
         return counts
 
-    def _scan_alone(
-        self, survival: Sequence[float], spent: float, per_row: Sequence[float], per_node: Sequence[float]
-    ) -> int:
-        """The same for one request with a step of its own."""
-        times = self.times.shape(1, len(survival))
-        price = per_node[0] if per_node else 0.0
-        if per_row:
-            spent += per_row[0]
-        best = (1.0 + _MARGIN) / (times[0] + (0.0 if per_row else spent))
-        chosen = 0
-        expected = 1.0
-        for k, s in enumerate(survival, 1):
-            expected += s
-            spent += price
-            rate = expected / (times[k] + spent)
-            if rate > best:
-                best, chosen = rate, k
-        return chosen
+    def _affordable(self, requests: Sequence[_Request], survivals: Sequence[Sequence[float]], n_tokens: int) -> bool:
+        """Whether all in the step can pay for a single node, if all goes well."""
+        guests = n_tokens > len(self._members)
+        if not guests and len(self._members) == 1:
+            return True
+        one = self.times.shape(n_tokens, 1)
+        first = one[1] - one[0]
+        most = min(r.account + sum(s) for r, s in zip(requests, survivals, strict=True))
+        return first <= min(self._rest(requests), most) * self._time and not (guests and first > self._others * one[0])
+
+    def _rest(self, requests: Sequence[_Request]) -> float:
+        """The least account of requests that can't win anything because they are none of these."""
+        if len(self._members) <= len(requests):
+            return _CEILING
+        return min(r.account for r in self._members if r not in requests)
 
     def verdict(self, key: int, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Learns from the nodes that were tried."""
@@ -389,15 +379,14 @@ class AutoPace:
         request.idle = 0
         if won:
             request.gap = _FIRST_GAP
-        elif request.probing:
+        elif request.probe is not None:
             request.gap = min(request.gap * 2, max(request.price / _CREDIT, 2 * _FIRST_GAP), _MAX_GAP)
 
     def step(self, n_tokens: int, drafted: int, draft_seconds: float, forward_seconds: float) -> None:
         """Corrects the step times and the drafter's cost."""
         if self._asked:
             self._charge(draft_seconds / (self.times.level * self._time))
-            names = self._names or {self._drafter}
-            name = max(names, key=self._per_node)  # a mixed step is charged to the dearest
+            name = self._payer()
             cost = self._costs.get(name)
             if cost is None:
                 cost = self._costs[name] = DraftCost()
@@ -411,17 +400,20 @@ class AutoPace:
         request = self._requests.get(key)
         if request is None or not request.reason:
             return None
-        times, spent, others = request.options
-        level = self.times.level
-        options: list[tuple[int, float, float]] = []
-        expected = 1.0
-        for n in range(len(request.survival) + 1):
-            if n + others >= len(times):
-                break
-            if n:
-                expected += request.survival[n - 1]
-            options.append((n, expected, (times[n + others] + spent) * level))
+        times = self.times
+        expected = itertools.accumulate(request.survival, initial=1.0)
+        options = [
+            (n, tokens, times.seconds(request.first_size + n) + request.spent * times.level)
+            for n, tokens in enumerate(expected)
+        ]
         return Decision(key, request.position, request.cut, tuple(options), request.reason)
+
+    def _payer(self) -> str:
+        """Whom this step's drafting is charged to: the dearest of those with a tree, or that may have had none."""
+        names = self._names
+        if not names and any(request.dear for request in self._members):
+            names = self._costs.keys() - self._free
+        return max(names, key=self._per_node, default=_ANY)
 
     def _per_node(self, name: str) -> float:
         cost = self._costs.get(name)
@@ -446,7 +438,7 @@ class AutoPace:
         if tokens is None or tree.q is not None or cut >= len(tree):
             return False
         parents, end = tree.parents, request.end
-        if is_chain(tree):
+        if tree.is_chain:
             if end + 1 < cut:
                 return False  # rejected within what was verified
             depth, children = end + 1, [end + 1]
@@ -466,7 +458,3 @@ class AutoPace:
             # neighbours, who would take it for slack.
             request.account = max(request.account, _CREDIT)
         return True
-
-
-def _rank(node: tuple[float, int, float]) -> float:
-    return node[0]

@@ -8,7 +8,7 @@ import numpy as np
 
 from forerun.draft.base import DraftTree
 from forerun.engine.request import Request, RowPlan
-from forerun.ops import StepInput
+from forerun.ops import BLOCK, StepInput
 
 
 class StepBatch:
@@ -28,7 +28,7 @@ class StepBatch:
         self._tables = np.zeros((max_rows, table_width), dtype=np.int32)
         self._table_row = np.zeros(max_rows, dtype=np.int32)
         self._output = np.zeros(max_outputs, dtype=np.int32)
-        self._counting = np.arange(max(max_tokens, table_width * 16) + 1, dtype=np.int32)
+        self._counting = np.arange(max(max_tokens, table_width * BLOCK) + 1, dtype=np.int32)
         self._lines: dict[Request, int] = {}
         self._free = list(range(max_rows - 1, -1, -1))
 

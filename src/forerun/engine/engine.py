@@ -41,11 +41,8 @@ from forerun.models.checks import check_kv_memory, check_tokenizer, setting
 from forerun.models.download import resolve
 from forerun.models.executor import Executor
 from forerun.models.source import open_model
-from forerun.ops import StepInput
+from forerun.ops import BLOCK, StepInput
 from forerun.sample.params import SamplingParams
-
-BLOCK = 16
-"""Tokens of a KV block."""
 
 _SCORE_CHUNK = 64
 
@@ -104,7 +101,11 @@ class Engine:
         max_rows = setting("max_rows", max_rows, 1, 4096)
         max_step_tokens = setting("max_step_tokens", max_step_tokens, 1, 1 << 16)
         factory = drafter_factory(draft)
-        length = None if draft_len == "auto" else setting("draft_len", draft_len, 1, MAX_DRAFT)
+        length = (
+            None
+            if isinstance(draft_len, str) and draft_len == "auto"
+            else setting("draft_len", draft_len, 1, MAX_DRAFT)
+        )
         if not isinstance(model, str | Path):
             raise ConfigurationError(
                 f"model must be a catalog name or the path of a .gguf file or a folder, got {type(model).__name__}"
@@ -283,6 +284,9 @@ class Engine:
             raise InvalidRequestError(f"request_id={request_id!r} is not allowed; expected a text, or None")
         if scope is not None and not isinstance(scope, str):
             raise InvalidRequestError(f"scope={scope!r} is not allowed; expected a text, or None")
+        for flag, value in (("speculate", speculate), ("trace", trace)):
+            if not isinstance(value, bool | np.bool_):
+                raise InvalidRequestError(f"{flag}={value!r} is not allowed; expected True or False")
         ids = self._prompt_ids(prompt)
         with self._loop.lock:
             name = request_id or self._unused_id()

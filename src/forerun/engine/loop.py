@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,32 @@ from forerun.engine.speculate import Speculator
 from forerun.engine.tally import StepSeconds, Tally
 from forerun.errors import ForerunError, NumericalError
 from forerun.models.executor import Executor
+
+
+class _Uninterrupted:
+    """Ctrl-C takes effect after the step, not in the midst of its books.
+
+    Only where Python's own handler is in place and this is the main thread, which alone may change handlers. The native
+    forward, where nearly all of the time goes, can't be interrupted anyway.
+    """
+
+    def __enter__(self) -> None:
+        self._pending = False
+        self._deferring = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if self._deferring:
+            signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        if self._deferring:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self._pending:
+                raise KeyboardInterrupt
+
+    def _note(self, *_: object) -> None:
+        self._pending = True
 
 
 class Loop:
@@ -54,7 +81,11 @@ class Loop:
 
     def step(self) -> bool:
         """Runs one step for whoever has work; returns whether there was any."""
-        with self.lock:
+        with self.lock, _Uninterrupted():
+            if self._stepping:
+                raise ForerunError(
+                    "a step is running in this thread; what runs within it, such as a drafter, can't run another"
+                )
             if not self.scheduler.has_work:
                 return False
             began = time.perf_counter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from forerun.draft.base import DraftTree
@@ -36,9 +36,12 @@ class Pace(Protocol):
     def wish(self, key: int) -> int:
         """The most draft tokens that this request could use in the next step; 0 to plan none."""
 
-    def budget(self, keys: Sequence[int], granted: Sequence[int], n_tokens: int) -> list[int]:
+    def budget(self, keys: Sequence[int], granted: Sequence[int], n_tokens: int, n_deciding: int) -> list[int]:
         """The nodes to ask the drafter for, at most what the plan granted each request. `n_tokens` are the step's
-        query tokens without drafts."""
+        query tokens without drafts, of which `n_deciding` choose a token: those that draft and others."""
+
+    def limits(self, key: int) -> Mapping[str, int] | None:
+        """`DraftRow.limits` of a request in this step, after `budget`."""
 
     def cut(
         self, keys: Sequence[int], positions: Sequence[int], trees: Sequence[DraftTree], n_tokens: int
@@ -75,9 +78,18 @@ class FixedPace:
         """The fixed length."""
         return self.length
 
-    def budget(self, keys: Sequence[int], granted: Sequence[int], n_tokens: int) -> list[int]:  # noqa: ARG002
+    def budget(
+        self,
+        keys: Sequence[int],  # noqa: ARG002
+        granted: Sequence[int],
+        n_tokens: int,  # noqa: ARG002
+        n_deciding: int,  # noqa: ARG002
+    ) -> list[int]:
         """All that was granted."""
         return list(granted)
+
+    def limits(self, key: int) -> None:
+        """None: parts of a drafter are not told apart."""
 
     def cut(
         self,

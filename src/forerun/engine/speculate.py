@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import operator
+import secrets
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar, overload
 
 import numpy as np
 
@@ -22,6 +24,28 @@ MAX_DRAFT = 63
 """Nodes of a tree: with the root they fill a 64-bit ancestor mask."""
 
 T = TypeVar("T")
+
+
+class _Committed(Sequence[int]):
+    """A request's tokens as a drafter sees them: the live list, but not to be written to."""
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._tokens[index]
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tokens)
 
 
 class Speculator:
@@ -39,14 +63,16 @@ class Speculator:
         self.pace = pace
         self.failure: DraftError | None = None
         self._vocab_size = vocab_size
-        self._keys = itertools.count()
+        self._name = str(drafter.name)
+        # A drafter that serves two engines must not take one's requests for the other's.
+        self._keys = itertools.count(secrets.randbits(48) << 16)
         self._n_proposed = 0  # nodes of this step, before the cut
         self._setup = 0.0  # seconds of this step that were no part of drafting
 
     def _begin(self, live: LiveRequest) -> int:
         key = live.draft_key = next(self._keys)
         self.pace.begin(key, live.request.tokens)
-        self._guarded(lambda: self.drafter.begin(key, live.request.salt))
+        self.drafter.begin(key, live.request.salt)
         return key
 
     def fork(self, live: LiveRequest, child: LiveRequest) -> None:
@@ -55,7 +81,7 @@ class Speculator:
             return
         parent_key, key = live.draft_key, next(self._keys)
         child.draft_key = key
-        self.pace.fork(parent_key, key, child.request.tokens)
+        self._guarded(lambda: self.pace.fork(parent_key, key, child.request.tokens))
         self._guarded(lambda: self.drafter.fork(parent_key, key))
 
     def free(self, live: LiveRequest) -> None:
@@ -63,21 +89,22 @@ class Speculator:
         key, live.draft_key = live.draft_key, None
         if key is None:
             return
-        self.pace.free(key)
-        if self.failure is None:
-            self._guarded(lambda: self.drafter.free(key, live.request.tokens))
+        self._guarded(lambda: self.pace.free(key))
+        self._guarded(lambda: self.drafter.free(key, tuple(live.request.tokens)))
 
     def wishes(self, lives: Iterable[LiveRequest]) -> dict[Request, int]:
         """The most draft tokens that each request could use; only those whose next step is a decode are asked."""
+        return self._guarded(lambda: self._wishes(lives)) or {}
+
+    def _wishes(self, lives: Iterable[LiveRequest]) -> dict[Request, int]:
         wishes: dict[Request, int] = {}
-        if self.failure is None:
-            for live in lives:
-                request = live.request
-                if live.speculate and len(request.tokens) - request.num_computed == 1:
-                    key = self._begin(live) if live.draft_key is None else live.draft_key
-                    wish = min(self.pace.wish(key), MAX_DRAFT)
-                    if wish > 0:
-                        wishes[request] = wish
+        for live in lives:
+            request = live.request
+            if live.speculate and len(request.tokens) - request.num_computed == 1:
+                key = self._begin(live) if live.draft_key is None else live.draft_key
+                wish = min(self.pace.wish(key), MAX_DRAFT)
+                if wish > 0:
+                    wishes[request] = wish
         return wishes
 
     def draft(self, rows: Sequence[RowPlan], lives: Sequence[LiveRequest]) -> list[DraftTree]:
@@ -89,7 +116,7 @@ class Speculator:
             (i, live.draft_key) for i, live in enumerate(lives) if rows[i].draft_count and live.draft_key is not None
         ]
         if asked:
-            self._fill(trees, asked, rows, lives)
+            self._guarded(lambda: self._fill(trees, asked, rows, lives))
             for i, key in asked:
                 if lives[i].traced:
                     decision = self.pace.decision(key)
@@ -105,35 +132,35 @@ class Speculator:
         lives: Sequence[LiveRequest],
     ) -> None:
         n_tokens = sum(row.count for row in rows)
-        budgets = self.pace.budget([key for _, key in asked], [rows[i].draft_count for i, _ in asked], n_tokens)
+        n_deciding = sum(row.samples for row in rows)
+        granted = [rows[i].draft_count for i, _ in asked]
+        budgets = self.pace.budget([key for _, key in asked], granted, n_tokens, n_deciding)
         wanted = [(i, key, budget) for (i, key), budget in zip(asked, budgets, strict=True) if budget > 0]
         if not wanted:
             return
         views = [
-            DraftRow(key, lives[i].request.tokens, budget, lives[i].params, lives[i].seed) for i, key, budget in wanted
+            DraftRow(key, _Committed(live.request.tokens), budget, live.params, live.seed, self.pace.limits(key))
+            for live, key, budget in ((lives[i], key, budget) for i, key, budget in wanted)
         ]
-        before = self.drafter.setup_seconds
-        proposed = self._guarded(lambda: self._proposals(views))
-        self._setup = self.drafter.setup_seconds - before
-        if proposed is None:
-            return
+        proposed = self._proposals(views)
         self._n_proposed = sum(len(tree) for tree in proposed)
         keys = [key for _, key, _ in wanted]
         kept = self.pace.cut(keys, [len(view.tokens) for view in views], proposed, n_tokens)
-        for (i, _, _), tree, n in zip(wanted, proposed, kept, strict=True):
-            trees[i] = tree.first(n)
+        chosen = [(i, tree.first(n)) for (i, _, _), tree, n in zip(wanted, proposed, kept, strict=True)]
+        for i, tree in chosen:
+            trees[i] = tree
 
     def verdict(self, live: LiveRequest, tree: DraftTree, path: Sequence[int]) -> None:
         """Tells drafter and pace which nodes were accepted."""
         key = live.draft_key
-        if key is None or self.failure is not None:
-            return
-        self.pace.verdict(key, tree, path)
-        self._guarded(lambda: self.drafter.observe(key, tree, path))
+        if key is not None:
+            self._guarded(lambda: self.pace.verdict(key, tree, path))
+            self._guarded(lambda: self.drafter.observe(key, tree, tuple(path)))
 
     def step(self, n_tokens: int, seconds: StepSeconds) -> None:
         """Tells the pace what a step with so many query tokens, drafts included, took."""
-        self.pace.step(n_tokens, self._n_proposed, max(0.0, seconds.draft - self._setup), seconds.forward)
+        draft_seconds = max(0.0, seconds.draft - self._setup)
+        self._guarded(lambda: self.pace.step(n_tokens, self._n_proposed, draft_seconds, seconds.forward))
         self._n_proposed = 0
         self._setup = 0.0
 
@@ -144,7 +171,12 @@ class Speculator:
             self.failure = DraftError("the engine is closed")
 
     def _proposals(self, views: Sequence[DraftRow]) -> list[DraftTree]:
+        before = float(self.drafter.setup_seconds)
         trees = list(self.drafter.propose(views))
+        setup = float(self.drafter.setup_seconds) - before
+        if not 0 <= setup < math.inf:
+            raise DraftError(f"its setup_seconds went from {before} to {before + setup}; they can only grow")
+        self._setup = setup
         if len(trees) != len(views):
             raise DraftError(f"it returned {len(trees)} trees for {len(views)} rows; expected one for each")
         return [self._checked(tree, view) for tree, view in zip(trees, views, strict=True)]
@@ -175,7 +207,7 @@ class Speculator:
                 found = f"{q.dtype}{list(q.shape)}" if isinstance(q, np.ndarray) else f"a {type(q).__name__}"
                 raise DraftError(f"its q is {found}; expected an array float32{list(shape)}")
             q = np.ascontiguousarray(q, dtype=np.float32)
-        name = tree.drafter or self.drafter.name
+        name = tree.drafter or self._name
         if not isinstance(name, str):
             raise DraftError(f"its name is {name!r}; expected a text")
         return DraftTree(tokens, parents, confidence, q, name)
@@ -187,7 +219,7 @@ class Speculator:
             return call()
         except Exception as error:
             failure = DraftError(
-                f"the drafter {self.drafter.name!r} failed and is turned off; answers go on without it "
+                f"the drafter {self._name!r} failed and is turned off; answers go on without it "
                 f"({type(error).__name__}: {error})"
             )
             failure.__cause__ = error

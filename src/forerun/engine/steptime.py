@@ -21,7 +21,7 @@ import numpy as np
 from forerun import _native
 from forerun.models.executor import Executor
 from forerun.models.partial import write_atomically
-from forerun.ops import StepInput
+from forerun.ops import BLOCK, StepInput, cpu_name
 
 VERSION = 1
 """Of the cache file; another one is measured again."""
@@ -232,9 +232,9 @@ def step_times(executor: Executor, fingerprint: str, cache: Path | None, *, budg
     """The table of a model on this machine: from the cache, or measured (and cached) now.
 
     Call it before the first request: it uses the first blocks of the executor's KV. `budget` is the time in seconds
-    that measuring may take, about. A file that is damaged or of another version, model, processor, instruction set,
-    number of threads or build of the kernels is measured again. A cache that can't be read or written is no error: the
-    next start measures.
+    that measuring may take, about; a model too slow for that takes up to four times as long. A file that is damaged or
+    of another version, model, processor, instruction set, number of threads or build of the kernels is measured again.
+    A cache that can't be read or written is no error: the next start measures. Without a `cache` every start does.
     """
     tape = executor.tape
     identity: dict[str, object] = {
@@ -243,7 +243,7 @@ def step_times(executor: Executor, fingerprint: str, cache: Path | None, *, budg
         "threads": tape.threads,
         "isa": tape.isa,
         "kernels": kernels(),
-        "processor": processor(),
+        "processor": cpu_name(),
     }
     path = None if cache is None else cache / "steptime" / f"{fingerprint}-{tape.isa}-{tape.threads}.json"
     seconds = None if path is None else read_times(path, identity)
@@ -263,10 +263,10 @@ def measure_step_times(
     times the budget; 1 is always measured.
     """
     tape = executor.tape
-    limit = min(tape.max_tokens, tape.max_outputs, executor.kv.blocks * 16, executor.max_positions)
+    limit = min(tape.max_tokens, tape.max_outputs, executor.kv.blocks * BLOCK, executor.max_positions)
     sizes = [n for n in _SIZES if n <= limit]
     chosen = np.zeros(limit, dtype=np.int32)
-    blocks = list(range(-(-limit // 16)))
+    blocks = list(range(-(-limit // BLOCK)))
     best: dict[int, float] = {}
 
     def forward(n: int) -> float:
@@ -316,12 +316,3 @@ def save_times(path: Path, identity: Mapping[str, object], seconds: Mapping[int,
 def kernels() -> int:
     """A checksum of the native module: other kernels take other times."""
     return zlib.crc32(Path(_native.__file__ or "").read_bytes())
-
-
-def processor() -> str:
-    """The processor's name as the kernel gives it, "" where it gives none."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return ""

@@ -7,12 +7,14 @@ median of the pairs' ratios doesn't; both are given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import median
+from types import MappingProxyType
 from typing import NamedTuple
 
+from forerun.engine.output import DrafterCounts
 from forerun.measure.speed import Setup
 from forerun.measure.tasks import Task, families, groups
 
@@ -34,10 +36,21 @@ class Counts(NamedTuple):
     decisions: int = 0
     drafted: int = 0
     proposed: int = 0
+    computed: int = 0
     accepted: int = 0
     emitted: int = 0
     proposed_by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
+    by_drafter: Mapping[str, DrafterCounts] = MappingProxyType({})
+
+
+class Phases(NamedTuple):
+    """Seconds of the parts of steps, each step counted once (see forerun.engine.output.SpeculationStats)."""
+
+    draft: float = 0.0
+    forward: float = 0.0
+    verify: float = 0.0
+    schedule: float = 0.0
 
 
 class Run(NamedTuple):
@@ -57,10 +70,12 @@ class Run(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A group of tasks, answered together: seconds from the first submission to the last end, and each request."""
+    """A group of tasks, answered together: seconds from the first submission to the last end, each request, and where
+    the time of the steps went."""
 
     seconds: float
     runs: tuple[Run, ...]
+    phases: Phases = Phases()
 
 
 class Pair(NamedTuple):
@@ -77,17 +92,49 @@ class Pair(NamedTuple):
         return [task.task_id for task, off, on in runs if off.answer != on.answer]
 
 
-class Position(NamedTuple):
-    """Drafts at one depth (0: right after the committed text).
+@dataclass(frozen=True)
+class Position:
+    """Drafts at one depth d (0: right after the committed text).
 
-    proposed: draft tokens verified at this depth, whether or not the token before was accepted.
-    accepted: rows that accepted a token there. rate: accepted over proposed. For chains that is the share of drafts
-    reaching this depth that were accepted up to here and including it.
+    Attributes:
+        proposed: draft tokens verified at this depth, whether or not the token before was accepted.
+        accepted: rows that accepted at least d + 1 draft tokens.
+        share: accepted over all drafted rows (not given that the token before was accepted), so it falls with d.
     """
 
     proposed: int
     accepted: int
-    rate: float | None
+    share: float | None
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One task in one round. `emitted`: tokens of the answer with speculation; seconds: from submission to the end."""
+
+    task_id: str
+    category: str
+    off_seconds: float
+    on_seconds: float
+    emitted: int
+    identical: bool
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two answers to one task that should be the same.
+
+    Attributes:
+        token: index of the first token that differs, or of the first that only one of them has; None where only the
+            texts or the finish reasons differ. character: likewise of the texts.
+    """
+
+    task_id: str
+    token: int | None
+    character: int | None
+    off_text: str
+    on_text: str
+    off_finish_reason: str
+    on_finish_reason: str
 
 
 @dataclass(frozen=True)
@@ -97,6 +144,10 @@ class CategoryRow:
     Attributes:
         tasks, runs: tasks of the category; runs of them (tasks times rounds) behind each of the figures.
         output_tokens: tokens emitted by the runs without speculation (equal to those with it where `identical`).
+        decisions, drafted, proposed, computed, accepted, emitted, by_drafter: counts of the runs with speculation, as
+            forerun.engine.output.SpeculationStats defines them.
+        off_seconds, on_seconds: summed times of the runs, prompts included.
+        draft_seconds, forward_seconds, verify_seconds, schedule_seconds: parts of on_seconds.
         off_tokens_per_s, on_tokens_per_s: emitted tokens over the time of the runs, prompts included.
         ratio: summed time without over summed time with speculation.
         ratio_median: median over the groups of the same ratio.
@@ -114,6 +165,19 @@ class CategoryRow:
     tasks: int
     runs: int
     output_tokens: int
+    decisions: int
+    drafted: int
+    proposed: int
+    computed: int
+    accepted: int
+    emitted: int
+    by_drafter: dict[str, dict[str, int]]
+    off_seconds: float
+    on_seconds: float
+    draft_seconds: float
+    forward_seconds: float
+    verify_seconds: float
+    schedule_seconds: float
     off_tokens_per_s: float
     on_tokens_per_s: float
     ratio: float
@@ -137,14 +201,19 @@ class SpeculationReport:
     """The whole comparison.
 
     Attributes:
+        date: when it began, UTC, ISO 8601.
         draft, draft_len: as they were asked for. tasks_sha256: of the task file.
         max_tokens: cap of an answer; a task's own counts where it is smaller.
         isolation: why no run could profit from another.
         left_out: ids of tasks that the model's context can't hold.
-        differing: ids of tasks whose texts were not the same, in the order of the file.
+        complete: False where an interrupt ended it; the rest is over the groups that were finished.
+        results: every task of every round, in the order of the runs.
+        differences: answers that were not the same.
+        differing: the ids of their tasks, each once.
     """
 
     setup: Setup
+    date: str
     draft: str
     draft_len: str
     tasks_file: str
@@ -155,7 +224,10 @@ class SpeculationReport:
     rounds: int
     isolation: str
     left_out: tuple[str, ...]
+    complete: bool
     rows: tuple[CategoryRow, ...]
+    results: tuple[TaskResult, ...]
+    differences: tuple[Difference, ...]
     differing: tuple[str, ...]
 
     @property
@@ -171,14 +243,13 @@ def measure_pairs(
     repeats: int,
     trial: Callable[[Sequence[Task], bool], Trial],
     on_run: OnRun | None = None,
-) -> list[Pair]:
-    """Answers every group of up to `batch` tasks of a category twice, `repeats` times over.
+) -> Iterator[Pair]:
+    """Answers every group of up to `batch` tasks of a category twice, `repeats` times over; yields each pair once done.
 
     `trial(tasks, speculate)` answers these tasks together from nothing.
     """
     together = groups(tasks, batch)
     total, done = 2 * len(together) * repeats, 0
-    pairs = []
     for turn in range(repeats):
         for n, group in enumerate(together):
             trials: dict[bool, Trial] = {}
@@ -188,8 +259,7 @@ def measure_pairs(
                 if on_run is not None:
                     on_run(done, total, speculate)
                 trials[speculate] = trial(group, speculate)
-            pairs.append(Pair(tuple(group), trials[False], trials[True]))
-    return pairs
+            yield Pair(tuple(group), trials[False], trials[True])
 
 
 def rows_of(pairs: Sequence[Pair]) -> tuple[CategoryRow, ...]:
@@ -208,6 +278,33 @@ def differing_of(pairs: Sequence[Pair]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(task for pair in pairs for task in pair.differing))
 
 
+def results_of(pairs: Sequence[Pair]) -> tuple[TaskResult, ...]:
+    """Each task of each pair."""
+    return tuple(
+        TaskResult(task.task_id, task.category, off.seconds, on.seconds, on.counts.emitted, off.answer == on.answer)
+        for pair in pairs
+        for task, off, on in zip(pair.tasks, pair.off.runs, pair.on.runs, strict=True)
+    )
+
+
+def differences_of(pairs: Sequence[Pair]) -> tuple[Difference, ...]:
+    """Both answers and where they part, for each that differs."""
+    return tuple(
+        Difference(
+            task.task_id,
+            _parting(off.token_ids, on.token_ids),
+            _parting(off.text, on.text),
+            off.text,
+            on.text,
+            off.finish_reason,
+            on.finish_reason,
+        )
+        for pair in pairs
+        for task, off, on in zip(pair.tasks, pair.off.runs, pair.on.runs, strict=True)
+        if off.answer != on.answer
+    )
+
+
 def total(counts: Iterable[Counts]) -> Counts:
     """Counts of several requests as one."""
     every = list(counts)
@@ -219,10 +316,17 @@ def total(counts: Iterable[Counts]) -> Counts:
         decisions=sum(one.decisions for one in every),
         drafted=sum(one.drafted for one in every),
         proposed=sum(one.proposed for one in every),
+        computed=sum(one.computed for one in every),
         accepted=sum(one.accepted for one in every),
         emitted=sum(one.emitted for one in every),
         proposed_by_position=summed([one.proposed_by_position for one in every]),
         accepted_by_position=summed([one.accepted_by_position for one in every]),
+        by_drafter={
+            name: DrafterCounts(
+                *map(sum, zip(*(one.by_drafter[name] for one in every if name in one.by_drafter), strict=True))
+            )
+            for name in dict.fromkeys(name for one in every for name in one.by_drafter)
+        },
     )
 
 
@@ -250,6 +354,7 @@ def _row(category: str, pairs: Sequence[Pair]) -> CategoryRow:
     off_decode, on_decode = (sum(run.seconds - run.first_token_seconds for run in runs) for runs in (off, on))
     tokens = sum(len(run.token_ids) for run in off)
     counts = total(run.counts for run in on)
+    phases = Phases(*map(sum, zip(*(pair.on.phases for pair in pairs), strict=True)))
     off_times, on_times = [run.seconds for run in off], [run.seconds for run in on]
     off_p99, on_p99 = quantile(off_times, 0.99), quantile(on_times, 0.99)
     return CategoryRow(
@@ -257,6 +362,19 @@ def _row(category: str, pairs: Sequence[Pair]) -> CategoryRow:
         tasks=len({task.task_id for pair in pairs for task in pair.tasks}),
         runs=len(on),
         output_tokens=tokens,
+        decisions=counts.decisions,
+        drafted=counts.drafted,
+        proposed=counts.proposed,
+        computed=counts.computed,
+        accepted=counts.accepted,
+        emitted=counts.emitted,
+        by_drafter={name: one._asdict() for name, one in counts.by_drafter.items()},
+        off_seconds=off_seconds,
+        on_seconds=on_seconds,
+        draft_seconds=phases.draft,
+        forward_seconds=phases.forward,
+        verify_seconds=phases.verify,
+        schedule_seconds=phases.schedule,
         off_tokens_per_s=tokens / off_seconds,
         on_tokens_per_s=sum(len(run.token_ids) for run in on) / on_seconds,
         ratio=off_seconds / on_seconds,
@@ -267,7 +385,7 @@ def _row(category: str, pairs: Sequence[Pair]) -> CategoryRow:
         wasted=_share(counts.proposed - counts.accepted, counts.proposed),
         drafted_share=_share(counts.drafted, counts.decisions),
         positions=tuple(
-            Position(proposed, accepted, _share(accepted, proposed))
+            Position(proposed, accepted, _share(accepted, counts.drafted))
             for proposed, accepted in zip_longest(counts.proposed_by_position, counts.accepted_by_position, fillvalue=0)
         ),
         off_p50_s=quantile(off_times, 0.5),
@@ -277,6 +395,14 @@ def _row(category: str, pairs: Sequence[Pair]) -> CategoryRow:
         p99_ratio=on_p99 / off_p99,
         identical=not any(pair.differing for pair in pairs),
     )
+
+
+def _parting(one: Sequence[object], other: Sequence[object]) -> int | None:
+    """The first index at which two sequences are not the same; None if they are."""
+    for n, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return n
+    return None if len(one) == len(other) else min(len(one), len(other))
 
 
 def _share(part: int, whole: int) -> float | None:

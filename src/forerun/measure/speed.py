@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,19 +218,6 @@ def measure_decode(
         repeats=repeats,
         rows=tuple(row(batch, runs) for batch, runs in zip(batches, trials, strict=True)),
     )
-
-
-def cpu_name() -> str:
-    """The processor's name as the system knows it, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name" and value.strip():
-            return " ".join(value.split())
-    return platform.processor() or platform.machine()
 
 
 def logical_cpus() -> int:

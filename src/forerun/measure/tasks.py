@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -39,10 +40,11 @@ def read_tasks(path: Path, limit: int | None = None) -> list[Task]:
 
     Two forms of lines are read: {"task_id", "category", "prompt", "max_tokens" (optional)}, and Spec-Bench's
     {"question_id", "category", "turns"}, of which the first turn is the prompt. Other fields are ignored. Raises
-    `InvalidRequestError`, which names the line, for what is neither, and for files without tasks.
+    `InvalidRequestError`, which names the line, for what is neither, for control characters in ids and categories, for
+    texts that UTF-8 can't hold, and for files without tasks.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InvalidRequestError(f"the task file {path} can't be read: {error.strerror}; check the path") from error
     except UnicodeDecodeError as error:
@@ -55,6 +57,11 @@ def read_tasks(path: Path, limit: int | None = None) -> list[Task]:
             continue
         try:
             task = _task(json.loads(line))
+        except json.JSONDecodeError as error:
+            # Its own text counts lines within this line.
+            raise InvalidRequestError(
+                f"line {number} of {path} is no JSON: {error.msg} (column {error.colno})"
+            ) from error
         except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"line {number} of {path} is no task: {error}") from error
         if task.task_id in tasks:
@@ -90,18 +97,30 @@ def _task(entry: object) -> Task:
             raise ValueError("question_id must be a number or a text")
         if not isinstance(turns, list) or not turns:
             raise ValueError("turns must be a list of texts")
-        category = _text(entry, "category")
+        category = _name(entry, "category")
         if category not in SPEC_BENCH_CATEGORIES:
             raise ValueError(f"category {category!r} is not one of {', '.join(SPEC_BENCH_CATEGORIES)}")
+        if isinstance(question, str):
+            question = _name(entry, "question_id")
         return Task(str(question), SPEC_BENCH_CATEGORIES[category], _text({"turns": turns[0]}, "turns"), None)
     most = entry.get("max_tokens")
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise ValueError(f"max_tokens={most!r} is not allowed; expected a number from 1, or none")
-    return Task(_text(entry, "task_id"), _text(entry, "category"), _text(entry, "prompt"), most)
+    return Task(_name(entry, "task_id"), _name(entry, "category"), _text(entry, "prompt"), most)
 
 
 def _text(entry: Mapping[str, object], field: str) -> str:
     value = entry.get(field)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{field} must be a text that isn't empty")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ValueError(f"{field} has half of a surrogate pair, which is no character")
+    return value
+
+
+def _name(entry: Mapping[str, object], field: str) -> str:
+    """A text that is shown as it is: it may not drive a terminal or break a line."""
+    value = _text(entry, field)
+    if any(unicodedata.category(letter) in ("Cc", "Zl", "Zp") for letter in value):
+        raise ValueError(f"{field} {value!r} has a control character")
     return value

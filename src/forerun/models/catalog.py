@@ -138,9 +138,9 @@ class Catalog:
             return entry
         near = difflib.get_close_matches(name.lower(), self.entries, n=3, cutoff=0.5)
         near += [known for known in self.entries if name and name.lower() in known]
-        hint = f"did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
+        hint = f"did you mean {' or '.join(dict.fromkeys(near))}? Known" if near else "known"
         raise ModelNotFoundError(
-            f"no model is named {name!r}; {hint}Known models: {', '.join(self.entries)}. "
+            f"no model is named {name!r}; {hint} models: {', '.join(self.entries)}. "
             "A path to a .gguf file or to a Hugging Face folder works in place of a name."
         )
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from forerun import _native
 
+BLOCK = 16
+"""Tokens of a block, the unit in which memory of the cache is given out. The kernels are built for it."""
+
 
 class KvCache:
-    """Keys and values of `blocks` blocks of 16 tokens for every layer.
+    """Keys and values of `blocks` blocks of `BLOCK` tokens for every layer.
 
     Which block belongs to whom is decided elsewhere (`forerun.kv`); this is only the memory. `head_dim` must be a
     multiple of 16. Memory is committed by the system when a block is first written.

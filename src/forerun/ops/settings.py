@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,19 @@ def instruction_set() -> str:
 def physical_cores() -> int:
     """Physical cores that this process may use (its affinity and its container's CPU quota respected)."""
     return _native.physical_cores()
+
+
+def cpu_name() -> str:
+    """The processor's name as the system knows it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return " ".join(value.split())
+    return platform.processor() or platform.machine()
 
 
 def resolve_threads(threads: int | None) -> int:

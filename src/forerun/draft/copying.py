@@ -1,0 +1,63 @@
+"""What drafters that copy have in common: an index of each request's text, and the doubt that it repeats itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun import _native
+from forerun.draft.base import Drafter, DraftTree
+from forerun.draft.doubt import updated_doubt
+
+MAX_NODES = 63
+"""Nodes of a tree at most: its ancestor masks have 64 bits and the root takes one."""
+
+
+class CopyState:
+    """What is kept for one request: its text's index (of `lengths`), its scope's name in a store, and its doubt."""
+
+    __slots__ = ("doubt", "scope", "text")
+
+    def __init__(self, text: _native.SuffixText, scope: bytes = b"", doubt: float = 1.0) -> None:
+        self.text = text
+        self.scope = scope
+        self.doubt = doubt
+
+
+class CopyingDrafter(Drafter):
+    """Keeps the states. A drafter adds `begin`, which makes one, and `propose`; states live in `_states`, by key."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, CopyState] = {}
+
+    @property
+    def n_requests(self) -> int:
+        """Requests that something is kept for."""
+        return len(self._states)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of all requests' own indexes."""
+        return sum(state.text.bytes for state in self._states.values())
+
+    def observe(self, key: int, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """The request's doubt follows what became of its drafts; trees of other drafters teach nothing."""
+        if tree.drafter in ("", self.name):
+            state = self._states[key]
+            state.doubt = updated_doubt(state.doubt, tree, accepted)
+
+    def truncate(self, key: int, n_tokens: int) -> None:
+        """Forgets the request's tokens from `n_tokens` on."""
+        self._states[key].text.truncate(n_tokens)
+
+    def fork(self, key: int, child: int) -> None:
+        """Copies the request's index."""
+        state = self._states[key]
+        self._states[child] = CopyState(state.text.copy(), state.scope, state.doubt)
+
+    def free(self, key: int, tokens: Sequence[int]) -> None:  # noqa: ARG002
+        """Gives the request's index back."""
+        del self._states[key]
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self._states.clear()
