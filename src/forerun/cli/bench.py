@@ -110,7 +110,7 @@ def _decode(
     command += ["--prompt-tokens", str(prompt_tokens), "--max-tokens", str(max_tokens)]
     command += ["--repeats", str(repeats), "--threads", str(engine.executor.tape.threads)]
     # The first forward maps weights and starts threads.
-    run_batch(engine, [prompts[0][:ops.BLOCK]], 2)
+    run_batch(engine, [prompts[0][: ops.BLOCK]], 2)
     with progress_shown() as show:
         report = speed.measure_decode(
             setup_of(engine, name, path, command),

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import statistics
 import time
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +24,14 @@ from forerun.models.executor import Executor
 from forerun.models.partial import write_atomically
 from forerun.ops import BLOCK, StepInput, cpu_name
 
-VERSION = 1
+VERSION = 2
 """Of the cache file; another one is measured again."""
 
 # In the order of their worth when time is short. Kernels work on 8 rows at a time, so the costs just behind a multiple
 # of 8 say more than those between.
 _SIZES = (1, 8, 4, 2, 16, 9, 3, 5, 6, 12, 32, 24, 17, 25, 64)
+_SAMPLES = 7  # of a size; with as many, nothing more is measured
+_MOST_BYTES = 1 << 16
 _ESSENTIAL = 4  # sizes worth waiting for: what lies past them is only guessed
 _UNKNOWN_SLOPE = 0.25  # of a table of one size: cheap enough that drafts are tried, and then corrected
 _FAR = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -228,13 +231,18 @@ class DraftCost:
         self.known = self._seen > 1
 
 
+Samples = dict[int, list[float]]
+"""By number of tokens: for 1, seconds; for others, times of the seconds that 1 took just before."""
+
+
 def step_times(executor: Executor, fingerprint: str, cache: Path | None, *, budget: float = 2.0) -> StepTimes:
     """The table of a model on this machine: from the cache, or measured (and cached) now.
 
     Call it before the first request: it uses the first blocks of the executor's KV. `budget` is the time in seconds
-    that measuring may take, about; a model too slow for that takes up to four times as long. A file that is damaged or
-    of another version, model, processor, instruction set, number of threads or build of the kernels is measured again.
-    A cache that can't be read or written is no error: the next start measures. Without a `cache` every start does.
+    that measuring may take, about; while a size has few samples, later starts add some in a sixth of that, so that one
+    bad moment isn't believed for good. A file that is damaged or of another version, model, processor, instruction set,
+    number of threads or build of the kernels is measured again. A cache that can't be read or written is no error: the
+    next start measures.
     """
     tape = executor.tape
     identity: dict[str, object] = {
@@ -246,28 +254,39 @@ def step_times(executor: Executor, fingerprint: str, cache: Path | None, *, budg
         "processor": cpu_name(),
     }
     path = None if cache is None else cache / "steptime" / f"{fingerprint}-{tape.isa}-{tape.threads}.json"
-    seconds = None if path is None else read_times(path, identity)
-    if seconds is None:
-        seconds = measure_step_times(executor, budget=budget)
+    samples = {} if path is None else read_samples(path, identity)
+    if any(len(samples.get(n, ())) < _SAMPLES for n in measurable(executor)[:_ESSENTIAL]):
+        measure_samples(executor, samples, budget=budget / 6 if samples else budget)
         if path is not None:
-            save_times(path, identity, seconds)
-    return StepTimes(seconds)
+            save_samples(path, identity, samples)
+    return StepTimes(table_of(samples))
 
 
-def measure_step_times(
-    executor: Executor, *, budget: float = 2.0, clock: Callable[[], float] = time.perf_counter
-) -> dict[int, float]:
-    """Seconds of a forward over 1, 2, ... tokens after an empty context, by number of tokens: the least of a few.
+def table_of(samples: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Seconds by number of tokens: the least seen of 1, and the median of how many times as long others took."""
+    alone = min(samples[1])
+    return {n: alone if n == 1 else alone * statistics.median(samples[n]) for n in sorted(samples)}
 
-    Sizes are measured in the order of their worth while `budget` seconds last, then again. The first few may take four
-    times the budget; 1 is always measured.
-    """
+
+def measurable(executor: Executor) -> list[int]:
+    """Sizes that this executor can run on an empty KV, in the order of their worth."""
     tape = executor.tape
     limit = min(tape.max_tokens, tape.max_outputs, executor.kv.blocks * BLOCK, executor.max_positions)
-    sizes = [n for n in _SIZES if n <= limit]
-    chosen = np.zeros(limit, dtype=np.int32)
-    blocks = list(range(-(-limit // BLOCK)))
-    best: dict[int, float] = {}
+    return [n for n in _SIZES if n <= limit]
+
+
+def measure_samples(
+    executor: Executor, samples: Samples, *, budget: float = 2.0, clock: Callable[[], float] = time.perf_counter
+) -> None:
+    """Adds samples of forwards over 1, 2, ... tokens after an empty context.
+
+    Each size is timed right after a single token: what other programs take slows both alike, and the ratio stays.
+    Sizes are measured in the order of their worth while `budget` seconds last, then again. The first few of a new
+    table may take four times the budget; 1 is always measured.
+    """
+    sizes = measurable(executor)
+    chosen = np.zeros(max(sizes), dtype=np.int32)
+    blocks = list(range(-(-max(sizes) // BLOCK)))
 
     def forward(n: int) -> float:
         step = StepInput.chain(np.zeros(n, dtype=np.int32), 0, blocks, n)
@@ -276,38 +295,49 @@ def measure_step_times(
         return max(clock() - began, _MIN_SECONDS)
 
     end = clock() + budget
+    first, others = sizes[1:_ESSENTIAL], sizes[_ESSENTIAL:]
+    parts = [(sizes[1:], _SAMPLES, end)]
+    if not samples:
+        parts = [(first, 2, end + 3 * budget), (others, 1, end), *parts]
     forward(1)  # pages of the weights and of the KV are touched for the first time
-    first, others = sizes[:_ESSENTIAL], sizes[_ESSENTIAL:]
-    for part, passes, latest in ((first, 2, end + 3 * budget), (others, 1, end), (sizes, 4, end)):
+    alone = samples.setdefault(1, [])
+    alone.append(forward(1))
+    for part, passes, latest in parts:
         for n in part * passes:
-            expected = best.get(n) or _guess(best, n)
-            if not best or clock() + expected <= latest:
-                best[n] = min(best.get(n, math.inf), forward(n))
-    return dict(sorted(best.items()))
+            known = samples.setdefault(n, [])
+            ratio = known[-1] if known else _guess(samples, n)
+            if len(known) < _SAMPLES and clock() + alone[-1] * (1 + ratio) <= latest:
+                alone.append(forward(1))
+                known.append(forward(n) / alone[-1])
+    samples[1] = sorted(alone)[:1] * _SAMPLES  # only the least is of use
+    for n in [n for n, known in samples.items() if not known]:
+        del samples[n]
 
 
-def _guess(best: Mapping[int, float], n: int) -> float:
-    """Seconds of a size not measured yet, on the safe side: those of the nearest smaller one, per token."""
-    below = max((m for m in best if m < n), default=0)
-    return best[below] * n / below if below else 0.0
+def _guess(samples: Mapping[int, Sequence[float]], n: int) -> float:
+    """Times as long as 1 a size may take that was not measured yet, on the safe side."""
+    below = max((m for m, known in samples.items() if 1 < m < n and known), default=1)
+    return n / below * (samples[below][-1] if below > 1 else 1.0)
 
 
-def read_times(path: Path, identity: Mapping[str, object]) -> dict[int, float] | None:
-    """The seconds by size of a cache file with that identity; None where there is no such file."""
+def read_samples(path: Path, identity: Mapping[str, object]) -> Samples:
+    """The samples of a cache file with that identity; empty where there is no such file."""
     try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return {}
         content = json.loads(path.read_bytes())
         if {key: content[key] for key in identity} != dict(identity):
-            return None
-        seconds = {int(n): float(t) for n, t in content["seconds"].items()}
-        StepTimes(seconds)
+            return {}
+        samples = {int(n): [float(t) for t in known] for n, known in content["samples"].items()}
+        StepTimes(table_of(samples))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return None
-    return seconds
+        return {}
+    return samples
 
 
-def save_times(path: Path, identity: Mapping[str, object], seconds: Mapping[int, float]) -> None:
-    """Keeps a table for the next start, if the cache can be written."""
-    content = {**identity, "seconds": {str(n): t for n, t in seconds.items()}}
+def save_samples(path: Path, identity: Mapping[str, object], samples: Samples) -> None:
+    """Keeps samples for the next start, if the cache can be written."""
+    content = {**identity, "samples": {str(n): known for n, known in samples.items()}}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(content).encode())
