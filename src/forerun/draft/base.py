@@ -30,7 +30,8 @@ class DraftTree:
         q: float32[n, V], the distribution (after all transforms) that each node's token was drawn from, siblings
             without replacement: the row of a sibling is that of the first one, not yet renormalised. None: the tokens
             were not drawn but chosen, q is one-hot. How many nodes there are and in which order must not depend on
-            what was drawn; confidence isn't used for them.
+            what was drawn; confidence isn't used for them. The values are taken at their word: rejection keeps the
+            target's distribution only if the tokens were drawn from them.
         drafter: whose work it is, for the counts.
     """
 
@@ -122,9 +123,10 @@ class DraftRow(NamedTuple):
 class Drafter(Protocol):
     """Proposes tokens. What it proposes can make an answer faster or slower, never different.
 
-    Only `propose` has to be written; subclass this for the rest. All calls come from the engine's loop, one at a time.
-    For each request that may draft: `begin`, then any number of `propose`, `observe`, `truncate` and `fork`, then
-    `free`. Third parties register a factory (taking a `DraftContext`) as entry point of the group `forerun.drafters`.
+    Only `propose` has to be written; subclass this for the rest. A drafter serves one engine. All calls come from its
+    loop, one at a time, and none may run the engine. For each request that may draft: `begin`, then any number of
+    `propose`, `observe` and `fork`, then `free`; `truncate` is for callers that take tokens back. Third parties
+    register a factory (taking a `DraftContext`) as entry point of the group `forerun.drafters`.
     """
 
     name: str

@@ -89,13 +89,13 @@ def drafter_factory(draft: object) -> DrafterFactory | None:
             return lambda _: draft
         shown = f"the class {draft.__name__}; make one" if isinstance(draft, type) else type(draft).__name__
         raise ConfigurationError(f"draft must be a name or a Drafter, got {shown}")
-    name, _, argument = draft.partition(":")
+    name, colon, argument = draft.partition(":")
     if draft == "none":
         return None
     built_in = _BUILT_IN.get(name)
     if built_in is not None:
         factory, needs_argument = built_in
-        if needs_argument != bool(argument):
+        if needs_argument != bool(argument) or bool(colon) != bool(argument):
             form = f"{name}:NAME, a model of the catalog or a path" if needs_argument else name
             raise ConfigurationError(f"draft={draft!r} is not allowed; expected {form}")
         return lambda context: factory(replace(context, argument=argument))
