@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forerun.engine.speculate import MAX_DRAFT
+from forerun.draft.base import MAX_NODES
 from peers import SETTLE_SECONDS, PeersError, Worker, peer_python, running
 
 WAYS: tuple[tuple[str, str], ...] = (
@@ -169,14 +169,14 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only the first so many tasks of each category")
     parser.add_argument("--max-tokens", type=int, default=256, help="cap of every answer; default 256")
     parser.add_argument("--draft", default="suffix", help="Forerun's drafter; default suffix")
-    parser.add_argument("--draft-len", default="auto", help=f"auto or 1 to {MAX_DRAFT}")
+    parser.add_argument("--draft-len", default="auto", help=f"auto or 1 to {MAX_NODES}")
     parser.add_argument("--threads", type=int, help="default: one per physical core")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     if options.max_tokens < 1 or (options.limit is not None and options.limit < 1):
         parser.error("--limit and --max-tokens must be 1 or more")
-    if options.draft_len != "auto" and options.draft_len not in map(str, range(1, MAX_DRAFT + 1)):
-        parser.error(f"--draft-len must be auto or a number from 1 to {MAX_DRAFT}")
+    if options.draft_len != "auto" and options.draft_len not in map(str, range(1, MAX_NODES + 1)):
+        parser.error(f"--draft-len must be auto or a number from 1 to {MAX_NODES}")
     length = options.draft_len if options.draft_len == "auto" else int(options.draft_len)
     asked = {"model": options.model, "tasks": str(options.tasks.resolve()), "limit": options.limit}
     asked |= {"max_tokens": options.max_tokens, "draft": options.draft, "draft_len": length}

@@ -27,10 +27,7 @@ class Forerun:
     """Forerun, through its engine."""
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
-        import forerun
-        from forerun import ops
         from forerun.cli.bench_probe import ForwardProbe
-        from forerun.cli.bench_setup import file_hash
         from forerun.engine.engine import Engine
         from forerun.measure import passage
 
@@ -52,18 +49,28 @@ class Forerun:
         # The first prompt and what follows it in the text.
         forward = passage.excerpt(ids, 0, context + rows)
         self._probe = ForwardProbe(self._engine, forward, context)
-        tape = self._engine.executor.tape
         return {
-            "path": str(path.resolve()),
-            "sha256": file_hash(request["model"], path),
-            "cpu": ops.cpu_name(),
-            "physical_cores": ops.physical_cores(),
-            "threads": tape.threads,
-            "version": f"forerun {forerun.__version__} ({tape.isa})",
+            **self._described(request["model"], path),
             "forward": forward[context:],
             "prompts": self._prompts,
             # One for each round, so that none is in the prefix cache.
             "prefills": passage.distinct_prompts(ids, plan["rounds"] + 1, plan["prefill"], batch),
+        }
+
+    def _described(self, model: str, path: Path) -> dict[str, Any]:
+        """What ran: the file, the machine, the build."""
+        import forerun
+        from forerun import ops
+        from forerun.cli.bench_setup import file_hash
+
+        tape = self._engine.executor.tape
+        return {
+            "path": str(path.resolve()),
+            "sha256": file_hash(model, path),
+            "cpu": ops.cpu_name(),
+            "physical_cores": ops.physical_cores(),
+            "threads": tape.threads,
+            "version": f"forerun {forerun.__version__} ({tape.isa})",
         }
 
     def forward(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -89,9 +96,7 @@ class Forerun:
 
     def load_tasks(self, request: dict[str, Any]) -> dict[str, Any]:
         """An engine for tasks, and their prompts as tokens, ready for the other engine, too."""
-        import forerun
-        from forerun import SamplingParams, ops
-        from forerun.cli.bench_setup import file_hash
+        from forerun import SamplingParams
         from forerun.cli.bench_speculate import TaskRunner
         from forerun.engine.engine import Engine
         from forerun.measure.tasks import read_tasks
@@ -115,14 +120,8 @@ class Forerun:
         self._tasks = {task.task_id: task for task in tasks if self._runner.fits(task)}
         if not self._tasks:
             raise WorkerError("no task fits the model's context")
-        tape = self._engine.executor.tape
         return {
-            "path": str(path.resolve()),
-            "sha256": file_hash(request["model"], path),
-            "cpu": ops.cpu_name(),
-            "physical_cores": ops.physical_cores(),
-            "threads": tape.threads,
-            "version": f"forerun {forerun.__version__} ({tape.isa})",
+            **self._described(request["model"], path),
             "ends": sorted(self._engine.tokenizer.eos_ids),
             "tasks": [
                 {

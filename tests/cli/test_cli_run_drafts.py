@@ -22,8 +22,7 @@ from forerun import Engine, SamplingParams, cli
 from forerun.cli import draft_options, run_view
 from forerun.cli.run_view import DraftMarks, Span, Trace
 from forerun.draft import registry
-from forerun.draft.base import Drafter, DraftRow
-from forerun.engine import speculate as engine_speculate
+from forerun.draft.base import MAX_NODES, Drafter, DraftRow
 from forerun.engine.output import Piece, SpeculationStats, TokenOrigin
 from forerun.engine.pace import Decision
 from forerun.models.source import open_model
@@ -497,5 +496,5 @@ def test_nothing_counted_is_no_data() -> None:
 
 
 def test_the_default_drafter_and_the_longest_draft_are_the_engines() -> None:
-    assert draft_options.MAX_DRAFT == engine_speculate.MAX_DRAFT
+    assert draft_options.MAX_DRAFT == MAX_NODES
     assert inspect.signature(Engine).parameters["draft"].default == draft_options.DEFAULT_DRAFT

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from forerun import Engine, Piece, RequestHandle, RequestOutput, SamplingParams
 from forerun.errors import CapacityError, ForerunError, InvalidRequestError
 from reference.bigram import write_bigram_gguf
+from reference.failing import fail_once
 from reference.tiny import VOCAB_SIZE, TinySpec, write_tiny_gguf
 
 PROMPTS = [[1, 2, 3], [250, 7], [99], list(range(40))]
@@ -207,19 +208,6 @@ def test_cancelling_within_a_step_waits_for_its_end(
     for handle, prompt in ((handles[0], PROMPTS[0]), (handles[2], PROMPTS[2])):
         assert handle.result().token_ids == alone.generate([prompt], FREE)[0].token_ids
     emptied(engine)
-
-
-def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: type[BaseException], after: bool) -> None:
-    """The next call of a method raises, before it has done its work or after it."""
-    run = getattr(owner, name)
-
-    def failing(*args: Any) -> Any:
-        monkeypatch.setattr(owner, name, run)
-        if after:
-            run(*args)
-        raise error("made to fail")
-
-    monkeypatch.setattr(owner, name, failing)
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -24,6 +24,7 @@ from forerun.draft.base import Drafter, DraftRow, DraftTree
 from forerun.errors import ForerunError
 from reference.bigram import write_bigram_gguf
 from reference.drafters import Oracle, RandomTrees, Scripted, Watched
+from reference.failing import fail_once
 from reference.speculation import FREE, PROMPTS, SAMPLED, Ask, Unspeculated, check_sums, emptied, engine_for, same
 
 pytestmark = pytest.mark.usefixtures("steady_times")
@@ -193,19 +194,6 @@ def test_scopes_reach_the_drafter(tiny: Path, alone: Unspeculated) -> None:
         same(output, alone.answer(PROMPTS[0], FREE))
         assert output.stats.cached_tokens == 0  # nothing is shared between scopes
     assert list(watched.scopes.values()) == [None, "a", "b"]
-
-
-def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: type[BaseException], after: bool) -> None:
-    """The next call of a method raises, before it has done its work or after it."""
-    run = getattr(owner, name)
-
-    def failing(*args: Any) -> Any:
-        monkeypatch.setattr(owner, name, run)
-        if after:
-            run(*args)
-        raise error("made to fail")
-
-    monkeypatch.setattr(owner, name, failing)
 
 
 @pytest.mark.parametrize("after", [False, True])

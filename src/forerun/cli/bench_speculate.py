@@ -248,17 +248,7 @@ def _run_of(output: RequestOutput) -> measure.Run:
         finish_reason=output.finish_reason,
         seconds=stats.total_seconds,
         first_token_seconds=stats.total_seconds if stats.first_token_seconds is None else stats.first_token_seconds,
-        counts=measure.Counts(
-            decisions=counts.decisions,
-            drafted=counts.drafted,
-            proposed=counts.proposed,
-            computed=counts.computed,
-            accepted=counts.accepted,
-            emitted=counts.emitted,
-            proposed_by_position=tuple(counts.proposed_by_position),
-            accepted_by_position=tuple(counts.accepted_by_position),
-            by_drafter=dict(counts.by_drafter),
-        ),
+        counts=measure.Counts(**{field: getattr(counts, field) for field in measure.Counts._fields}),
     )
 
 

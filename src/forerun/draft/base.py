@@ -14,6 +14,9 @@ import numpy.typing as npt
 
 from forerun.sample.params import SamplingParams
 
+MAX_NODES = 63
+"""Nodes of a tree at most: its ancestor masks have 64 bits and the root takes one."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun import _native
+from forerun.sample.arrays import SpecArrays
 from forerun.sample.noise import Stream, stream_seed
 from forerun.sample.params import SamplingParams
 from forerun.sample.transforms import check_row, scale
@@ -145,18 +146,11 @@ def _greedy(logits: Floats, places: Sequence[Place], width: int) -> list[Candida
 def _coupled(logits: Floats, places: Sequence[Place], width: int) -> list[Candidates]:
     if not places:
         return []
-    params = [place.params for place in places]
     rows = np.array([place.row for place in places], dtype=np.int32)
-    best = _native.sample(
-        logits,
-        rows,
-        np.array([p.temperature for p in params], dtype=np.float32),
-        np.array([p.top_k for p in params], dtype=np.int32),
-        np.array([p.top_p for p in params], dtype=np.float32),
-        np.array([p.min_p for p in params], dtype=np.float32),
-        np.array([place.seed for place in places], dtype=np.uint64),
-        np.array([place.position for place in places], dtype=np.int64),
+    spec = SpecArrays.of(
+        (place.params for place in places), (place.seed for place in places), (place.position for place in places)
     )
+    best = _native.sample(logits, rows, *spec)
     near, logprobs, own = _native.top_logprobs(
         logits, rows, min(max(_NEAR, width), logits.shape[1]), np.maximum(best, 0)
     )

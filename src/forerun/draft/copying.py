@@ -8,9 +8,6 @@ from forerun import _native
 from forerun.draft.base import Drafter, DraftTree
 from forerun.draft.doubt import updated_doubt
 
-MAX_NODES = 63
-"""Nodes of a tree at most: its ancestor masks have 64 bits and the root takes one."""
-
 
 class CopyState:
     """What is kept for one request: its text's index (of `lengths`), its scope's name in a store, and its doubt."""

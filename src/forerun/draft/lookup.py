@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun import _native
-from forerun.draft.base import NO_DRAFT, DraftRow, DraftTree
-from forerun.draft.copying import MAX_NODES, CopyingDrafter, CopyState
+from forerun.draft.base import MAX_NODES, NO_DRAFT, DraftRow, DraftTree
+from forerun.draft.copying import CopyingDrafter, CopyState
 from forerun.errors import ConfigurationError
 
 MAX_MATCH = 32

@@ -36,8 +36,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from forerun import _native
-from forerun.draft.base import NO_DRAFT, DraftRow, DraftTree
-from forerun.draft.copying import MAX_NODES, CopyingDrafter, CopyState
+from forerun.draft.base import MAX_NODES, NO_DRAFT, DraftRow, DraftTree
+from forerun.draft.copying import CopyingDrafter, CopyState
 from forerun.errors import ConfigurationError
 
 LENGTHS = (1, 2, 4, 8, 16)

@@ -37,11 +37,10 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from forerun.draft.base import DraftTree
+from forerun.draft.base import MAX_NODES, DraftTree
 from forerun.engine.acceptance import Acceptance, RequestAcceptance, cells_of
 from forerun.engine.goodput import best_alone, best_length, rank
 from forerun.engine.pace import Decision
-from forerun.engine.speculate import MAX_DRAFT as LARGEST_DRAFT
 from forerun.engine.steptime import DraftCost, StepTimes
 
 MAX_DRAFT = 16
@@ -93,14 +92,14 @@ class AutoPace:
 
     Args:
         times: T(n) of this engine's model; kept fresh by `step`.
-        max_draft: the most nodes of a request in a step, 1 to `speculate.MAX_DRAFT`.
+        max_draft: the most nodes of a request in a step, 1 to `MAX_NODES`.
 
     What it learns of drafters stays for the engine's life; what it learns of a request ends with `free`.
     """
 
     def __init__(self, times: StepTimes, *, max_draft: int = MAX_DRAFT) -> None:
-        if not 1 <= max_draft <= LARGEST_DRAFT:
-            raise ValueError(f"max_draft={max_draft} is not allowed; expected 1 to {LARGEST_DRAFT}")
+        if not 1 <= max_draft <= MAX_NODES:
+            raise ValueError(f"max_draft={max_draft} is not allowed; expected 1 to {MAX_NODES}")
         self.times = times
         self.max_draft = max_draft
         self._requests: dict[int, _Request] = {}

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from forerun import _native
 from forerun.draft.base import DraftTree
 from forerun.engine.output import TokenLogprob
+from forerun.sample.arrays import SpecArrays
 
 if TYPE_CHECKING:
     from forerun.engine.live import LiveRequest
@@ -149,7 +150,7 @@ class Chooser:
         drawn: list[tuple[int, int | None]] = [(-1, None)] * len(walks)
         if not all(rejecting):
             which = [i for i, rejects in enumerate(rejecting) if not rejects]
-            spec = _Spec.of([walks[i] for i in which])
+            spec = _spec([walks[i] for i in which])
             tokens = _native.sample(logits, at[which], *spec)
             for i, token in zip(which, tokens.tolist(), strict=True):
                 drawn[i] = (token, None)
@@ -166,7 +167,7 @@ class Chooser:
         else:
             q, q_rows = tree.q, np.array(children, dtype=np.int32)
         choice, tokens = _native.reject(
-            logits, at, *_Spec.of([walk]), np.array([0, n], dtype=np.int32),
+            logits, at, *_spec([walk]), np.array([0, n], dtype=np.int32),
             np.array([tree.tokens[child] for child in children], dtype=np.int32), q, q_rows,
         )  # fmt: skip
         accepted = int(choice[0])
@@ -181,24 +182,7 @@ class Chooser:
         walk.logprobs.append(TokenLogprob(token, float(best.chosen[0]), tuple(pairs)))
 
 
-class _Spec(NamedTuple):
-    """The parameters of rows as arrays, in the order in which the native functions take them."""
-
-    temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int32]
-    top_p: npt.NDArray[np.float32]
-    min_p: npt.NDArray[np.float32]
-    seed: npt.NDArray[np.uint64]
-    position: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, walks: Sequence[Walk]) -> _Spec:
-        params = [walk.live.params for walk in walks]
-        return cls(
-            np.array([p.temperature for p in params], dtype=np.float32),
-            np.array([p.top_k for p in params], dtype=np.int32),
-            np.array([p.top_p for p in params], dtype=np.float32),
-            np.array([p.min_p for p in params], dtype=np.float32),
-            np.array([walk.live.seed for walk in walks], dtype=np.uint64),
-            np.array([walk.position for walk in walks], dtype=np.int64),
-        )
+def _spec(walks: Sequence[Walk]) -> SpecArrays:
+    return SpecArrays.of(
+        (walk.live.params for walk in walks), (walk.live.seed for walk in walks), (walk.position for walk in walks)
+    )

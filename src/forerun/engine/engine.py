@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from forerun.draft.base import Drafter
+from forerun.draft.base import MAX_NODES, Drafter
 from forerun.draft.registry import DraftContext, DrafterFactory, drafter_factory
 from forerun.engine.auto import AutoPace
 from forerun.engine.batch import StepBatch
@@ -32,7 +32,7 @@ from forerun.engine.output import EngineStats, Piece, RequestOutput
 from forerun.engine.pace import FixedPace, Pace
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler
-from forerun.engine.speculate import MAX_DRAFT, Speculator
+from forerun.engine.speculate import Speculator
 from forerun.engine.steptime import step_times
 from forerun.errors import CapacityError, ConfigurationError, InvalidRequestError, NumericalError
 from forerun.kv import BlockPool, BlockTable, PoolExhausted, PrefixCache
@@ -104,7 +104,7 @@ class Engine:
         length = (
             None
             if isinstance(draft_len, str) and draft_len == "auto"
-            else setting("draft_len", draft_len, 1, MAX_DRAFT)
+            else setting("draft_len", draft_len, 1, MAX_NODES)
         )
         if not isinstance(model, str | Path):
             raise ConfigurationError(

@@ -13,15 +13,12 @@ from typing import TypeVar, overload
 
 import numpy as np
 
-from forerun.draft.base import NO_DRAFT, Drafter, DraftRow, DraftTree
+from forerun.draft.base import MAX_NODES, NO_DRAFT, Drafter, DraftRow, DraftTree
 from forerun.engine.live import LiveRequest
 from forerun.engine.pace import Pace
 from forerun.engine.request import Request, RowPlan
 from forerun.engine.tally import StepSeconds
 from forerun.errors import DraftError, DraftWarning
-
-MAX_DRAFT = 63
-"""Nodes of a tree: with the root they fill a 64-bit ancestor mask."""
 
 T = TypeVar("T")
 
@@ -102,7 +99,7 @@ class Speculator:
             request = live.request
             if live.speculate and len(request.tokens) - request.num_computed == 1:
                 key = self._begin(live) if live.draft_key is None else live.draft_key
-                wish = min(self.pace.wish(key), MAX_DRAFT)
+                wish = min(self.pace.wish(key), MAX_NODES)
                 if wish > 0:
                     wishes[request] = wish
         return wishes
