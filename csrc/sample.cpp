@@ -1,6 +1,7 @@
 #include "sample.hpp"
 #include "sample_arrays.hpp"
 #include "sample_row.hpp"
+#include "sample_stages.hpp"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -30,7 +31,8 @@ FORERUN_INLINE int draw(const Row& row, const Cut& cut, float min_p, NoiseKey ke
   s.block_bound.resize(blocks);
   for (int b = 0; b < row.blocks; ++b) {
     std::int32_t least = std::numeric_limits<std::int32_t>::max();
-    if (!(s.block_max[static_cast<std::size_t>(b)] < cut.logit)) {
+    const float top = s.block_max[static_cast<std::size_t>(b)];
+    if (!(top < cut.logit) && top > -kInf) {
       const std::uint32_t first = static_cast<std::uint32_t>(b) * kBlock;
       for (std::uint32_t j = 0; j < kBlock; ++j) {  // past V: a looser bound, nothing else
         const std::int32_t bits = noise_bits(key, first + j);
@@ -51,7 +53,7 @@ FORERUN_INLINE int draw(const Row& row, const Cut& cut, float min_p, NoiseKey ke
   alignas(64) float score[kBlock];
   const auto evaluate = [&](int b) __attribute__((always_inline)) {
     const int first = b * kBlock;
-    const float* x = row.logits + first;
+    const float* x = row.block[b];
     over_block(block_size(row, b), [&](auto count) __attribute__((always_inline)) {
       for (int j = 0; j < count; ++j) {
         const float z = scaled(row, x[j]);
@@ -76,11 +78,36 @@ FORERUN_INLINE int draw(const Row& row, const Cut& cut, float min_p, NoiseKey ke
   return best > -kInf ? chosen : kSampleNothingAllowed;
 }
 
-FORERUN_INLINE int sample_impl(const float* logits, int V, const SampleSpec& spec, std::uint64_t position,
-                               SampleScratch& s) {
-  const Row row = scan_row(logits, V, spec.temperature, s);
+// The same among listed tokens.
+FORERUN_INLINE int draw_listed(const Entries& e, NoiseKey key) {
+  float best = -kInf;
+  int chosen = kSampleNothingAllowed;
+  alignas(64) float score[kBlock];
+  for (std::size_t first = 0; first < e.id.size(); first += kBlock) {
+    const int count = static_cast<int>(std::min<std::size_t>(kBlock, e.id.size() - first));
+    for (int j = 0; j < count; ++j) {
+      const std::size_t i = first + static_cast<std::size_t>(j);
+      score[j] = e.z[i] + gumbel_of(noise_bits(key, static_cast<std::uint32_t>(e.id[i])));
+    }
+    for (int j = 0; j < count; ++j) {
+      if (score[j] > best) {
+        best = score[j];
+        chosen = e.id[first + static_cast<std::size_t>(j)];
+      }
+    }
+  }
+  return chosen;
+}
+
+FORERUN_INLINE int sample_impl(const float* logits, int V, const std::uint32_t* mask, const SampleSpec& spec,
+                               std::uint64_t position, SampleScratch& s) {
+  const Row row = scan_row(logits, V, mask, spec.temperature, s);
   if (row.status != 0) return row.status;
   if (spec.temperature == 0.0f) return first_max(row, s);
+  if (needs_stages(spec)) {
+    run_stages(row, spec, s);
+    return draw_listed(s.entries, noise_key(spec.seed, position));
+  }
   return draw(row, cut_of(row, spec, s), spec.min_p, noise_key(spec.seed, position), s);
 }
 
@@ -101,7 +128,7 @@ FORERUN_INLINE double log_mass(std::uint64_t mass) {
 
 FORERUN_INLINE int logprobs_impl(const float* logits, int V, int token, int top, std::int32_t* ids,
                                  float* logprobs, float* chosen, SampleScratch& s) {
-  const Row row = scan_row(logits, V, 1.0f, s);
+  const Row row = scan_row(logits, V, nullptr, 1.0f, s);
   if (row.status != 0) {
     std::fill_n(ids, top, -1);
     std::fill_n(logprobs, top, std::numeric_limits<float>::quiet_NaN());
@@ -141,15 +168,15 @@ FORERUN_INLINE void gumbel_impl(NoiseKey key, const std::int32_t* ids, int n, fl
 // -- the instruction sets
 
 struct SampleKernels {
-  int (*sample)(const float*, int, const SampleSpec&, std::uint64_t, SampleScratch&);
+  int (*sample)(const float*, int, const std::uint32_t*, const SampleSpec&, std::uint64_t, SampleScratch&);
   int (*logprobs)(const float*, int, int, int, std::int32_t*, float*, float*, SampleScratch&);
   void (*gumbel)(NoiseKey, const std::int32_t*, int, float*);
 };
 
 #define FORERUN_SAMPLE_SET(NAME, TARGET)                                                                    \
-  TARGET int sample_##NAME(const float* x, int V, const SampleSpec& spec, std::uint64_t position,           \
-                           SampleScratch& s) {                                                              \
-    return sample_impl(x, V, spec, position, s);                                                            \
+  TARGET int sample_##NAME(const float* x, int V, const std::uint32_t* mask, const SampleSpec& spec,        \
+                           std::uint64_t position, SampleScratch& s) {                                      \
+    return sample_impl(x, V, mask, spec, position, s);                                                      \
   }                                                                                                         \
   TARGET int logprobs_##NAME(const float* x, int V, int token, int top, std::int32_t* ids, float* logprobs, \
                              float* chosen, SampleScratch& s) {                                             \
@@ -194,9 +221,9 @@ bool sample_isa_available(SampleIsa isa) {
   return true;
 }
 
-int sample_row(const float* logits, int V, const SampleSpec& spec, std::uint64_t position,
+int sample_row(const float* logits, int V, const std::uint32_t* mask, const SampleSpec& spec, std::uint64_t position,
                SampleScratch& scratch, SampleIsa isa) {
-  return kernels(isa).sample(logits, V, spec, position, scratch);
+  return kernels(isa).sample(logits, V, mask, spec, position, scratch);
 }
 
 int logprobs_row(const float* logits, int V, int token, int top, std::int32_t* ids, float* logprobs,
@@ -215,20 +242,27 @@ namespace {
 
 Output<std::int32_t> sample(Logits logits, Vector<std::int32_t> rows, Vector<float> temperature,
                             Vector<std::int32_t> top_k, Vector<float> top_p, Vector<float> min_p,
-                            Vector<std::uint64_t> seed, Vector<std::int64_t> position,
-                            const std::string& isa_name) {
+                            Vector<float> typical_p, Vector<std::uint32_t> order, Vector<std::uint64_t> seed,
+                            Vector<std::int64_t> position, Vector<std::int32_t> edit_start,
+                            Vector<std::int32_t> edit_ids, Vector<float> edit_bias, Vector<float> edit_factor,
+                            Vector<float> edit_count, Vector<float> edit_presence, MaskWords masks,
+                            Vector<std::int32_t> mask_rows, const std::string& isa_name) {
   const std::size_t R = rows.shape(0);
   const int V = vocabulary(logits);
   expect_rows_within(rows, logits);
-  const Specs specs{temperature, top_k, top_p, min_p, seed, position};
-  specs.check(R);
+  const Specs specs{temperature, top_k, top_p, min_p, typical_p, order, seed, position,
+                    {edit_start, edit_ids, edit_bias, edit_factor, edit_count, edit_presence}};
+  specs.check(R, V);
+  const Masks allowed{masks, mask_rows};
+  allowed.check(R, V);
   const SampleIsa isa = isa_named(isa_name);
   auto tokens = std::make_unique<std::int32_t[]>(R);
   {
     nb::gil_scoped_release release;
     SampleScratch scratch;
     for (std::size_t r = 0; r < R; ++r) {
-      tokens[r] = sample_row(row_of(logits, rows.data()[r]), V, specs.at(r), specs.position_at(r), scratch, isa);
+      tokens[r] = sample_row(row_of(logits, rows.data()[r]), V, allowed.at(r), specs.at(r), specs.position_at(r),
+                             scratch, isa);
     }
   }
   return output(std::move(tokens), {R});
@@ -288,9 +322,11 @@ void register_sample(nb::module_& m) {
   // noconvert: an array of another type or layout is refused, not copied.
   const auto array = [](const char* name) { return nb::arg(name).noconvert(); };
   m.def("sample", &sample, array("logits"), array("rows"), array("temperature"), array("top_k"), array("top_p"),
-        array("min_p"), array("seed"), array("position"), nb::arg("isa") = "auto",
-        "Tokens int32[R] drawn from rows int32[R] of logits float32[N, V]; -1: a logit is NaN or +inf, "
-        "-2: nothing is allowed.");
+        array("min_p"), array("typical_p"), array("order"), array("seed"), array("position"), array("edit_start"),
+        array("edit_ids"), array("edit_bias"), array("edit_factor"), array("edit_count"), array("edit_presence"),
+        array("masks"), array("mask_rows"), nb::arg("isa") = "auto",
+        "Tokens int32[R] drawn from rows int32[R] of logits float32[N, V], of those tokens that row mask_rows of masks "
+        "uint32[M, W] allows (-1: of all); -1: a logit is NaN or +inf, -2: nothing is allowed.");
   m.def("gumbel", &gumbel, nb::arg("seed"), nb::arg("position"), array("ids"), nb::arg("isa") = "auto",
         "Gumbel noise float32[n] of token ids int32[n] at one position.");
   m.def("top_logprobs", &top_logprobs, array("logits"), array("rows"), nb::arg("top"), array("chosen"),

@@ -6,11 +6,14 @@
 #include "sample_math.hpp"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
+#include <cstdint>
 #include <functional>
 #include <limits>
 #include <type_traits>
+#include <vector>
 
 namespace forerun::sampling {
 
@@ -50,7 +53,7 @@ FORERUN_INLINE Cut token_of(std::uint64_t key) {
 // -- one row
 
 struct Row {
-  const float* logits;
+  const float* const* block;  // where each block's logits are: in the caller's row, or masked in the scratch
   int V;
   int blocks;
   float max;
@@ -62,6 +65,8 @@ FORERUN_INLINE int block_size(const Row& row, int block) {
   const int left = row.V - block * kBlock;
   return left < kBlock ? left : kBlock;
 }
+
+FORERUN_INLINE float logit_of(const Row& row, std::int32_t id) { return row.block[id / kBlock][id % kBlock]; }
 
 FORERUN_INLINE float scaled(const Row& row, float logit) {
   return (logit - row.max) / row.temperature;
@@ -77,17 +82,44 @@ FORERUN_INLINE void over_block(int count, Body&& body) {
   }
 }
 
+alignas(64) inline constexpr auto kNothing = [] {
+  std::array<float, kBlock> nothing{};
+  nothing.fill(-kInf);
+  return nothing;
+}();
+
+// Where block `b` of the masked row is. Blocks of which all or nothing is allowed aren't copied, nor read here.
+FORERUN_INLINE const float* masked_block(const float* x, int b, int count, const std::uint32_t* mask, float* copy) {
+  const std::uint32_t* words = mask + b * (kBlock / 32);
+  if (count == kBlock) {
+    if ((words[0] | words[1]) == 0) return kNothing.data();
+    if ((words[0] & words[1]) == 0xFFFFFFFFu) return x;
+  }
+  for (int first = 0; first < count; first += 32) {
+    const std::uint32_t word = words[first / 32];
+    const int n = std::min(count - first, 32);
+    for (int j = 0; j < n; ++j) copy[first + j] = select(word >> j & 1u, x[first + j], -kInf);
+  }
+  return copy;
+}
+
 // Block maxima, the row's maximum and its faults. Floats are compared as integers in the same order (negative
 // ones with their other bits flipped), a reduction that the compiler may reorder; NaNs lie beyond the infinities.
-FORERUN_INLINE Row scan_row(const float* logits, int V, float temperature, SampleScratch& s) {
-  Row row{logits, V, (V + kBlock - 1) / kBlock, -kInf, temperature, 0};
-  s.block_max.resize(static_cast<std::size_t>(row.blocks));
+FORERUN_INLINE Row scan_row(const float* logits, int V, const std::uint32_t* mask, float temperature,
+                            SampleScratch& s) {
+  const int blocks = (V + kBlock - 1) / kBlock;
+  s.block.resize(static_cast<std::size_t>(blocks));
+  s.block_max.resize(static_cast<std::size_t>(blocks));
+  if (mask != nullptr) s.masked.resize(static_cast<std::size_t>(blocks) * kBlock);
+  Row row{s.block.data(), V, blocks, -kInf, temperature, 0};
   constexpr std::int32_t plus_inf = 0x7F800000;
   constexpr std::int32_t minus_inf = -plus_inf - 1;
   std::int32_t highest = minus_inf;
   std::int32_t lowest = plus_inf;
   for (int b = 0; b < row.blocks; ++b) {
     const float* x = logits + b * kBlock;
+    if (mask != nullptr) x = masked_block(x, b, block_size(row, b), mask, s.masked.data() + b * kBlock);
+    s.block[static_cast<std::size_t>(b)] = x;
     std::int32_t high = std::numeric_limits<std::int32_t>::min();
     over_block(block_size(row, b), [&](auto count) __attribute__((always_inline)) {
       for (int j = 0; j < count; ++j) {
@@ -112,9 +144,9 @@ FORERUN_INLINE Row scan_row(const float* logits, int V, float temperature, Sampl
 FORERUN_INLINE int first_max(const Row& row, const SampleScratch& s) {
   int b = 0;
   while (s.block_max[static_cast<std::size_t>(b)] != row.max) ++b;
-  int i = b * kBlock;
-  while (row.logits[i] != row.max) ++i;
-  return i;
+  int j = 0;
+  while (row.block[b][j] != row.max) ++j;
+  return b * kBlock + j;
 }
 
 // Leaves the keys of at least the k first tokens in s.keys, the k first of them in front and the k-th in its
@@ -129,17 +161,53 @@ FORERUN_INLINE void select_first(const Row& row, int k, SampleScratch& s) {
   s.keys.clear();
   for (int b = 0; b < row.blocks; ++b) {
     if (s.block_max[static_cast<std::size_t>(b)] < least) continue;
-    const int first = b * kBlock;
-    const int end = first + block_size(row, b);
-    for (int i = first; i < end; ++i) {
-      if (row.logits[i] >= least) s.keys.push_back(key_of(row.logits[i], i));
+    const float* x = row.block[b];
+    const int count = block_size(row, b);
+    for (int j = 0; j < count; ++j) {
+      if (x[j] >= least) s.keys.push_back(key_of(x[j], b * kBlock + j));
     }
   }
   std::nth_element(s.keys.begin(), s.keys.begin() + (k - 1), s.keys.end());
 }
 
-FORERUN_INLINE std::uint64_t mass_of_key(const Row& row, std::uint64_t key) {
-  return mass_of(exp32(scaled(row, token_of(key).logit)));
+// -- the shortest prefix of an order that holds a share of the mass, found without sorting: s.mass has the mass of each
+//    bin, and bins follow one another in the order
+
+FORERUN_INLINE std::uint64_t limit_of(const SampleScratch& s, float share) {
+  std::uint64_t total = 0;
+  for (const std::uint64_t m : s.mass) total += m;
+  const double limit = std::ceil(static_cast<double>(share) * static_cast<double>(total));
+  return std::max<std::uint64_t>(1, static_cast<std::uint64_t>(limit));
+}
+
+// The bin in which the mass reaches the limit; adds that of the bins before it to `before`.
+FORERUN_INLINE std::int32_t crossing_bin(const SampleScratch& s, std::uint64_t limit, std::uint64_t& before) {
+  std::int32_t bin = 0;
+  while (before + s.mass[static_cast<std::size_t>(bin)] < limit) before += s.mass[static_cast<std::size_t>(bin++)];
+  return bin;
+}
+
+// The key at which the mass, by ascending key, reaches the limit.
+FORERUN_INLINE std::uint64_t crossing_key(std::vector<Ranked>& ranked, std::uint64_t before, std::uint64_t limit) {
+  const auto by_key = [](const Ranked& a, const Ranked& b) { return a.key < b.key; };
+  // Halve the candidates around their median until few are left, then walk them in order.
+  auto low = ranked.begin();
+  auto high = ranked.end();
+  while (high - low > 32) {
+    const auto middle = low + (high - low) / 2;
+    std::nth_element(low, middle, high, by_key);
+    std::uint64_t left = 0;
+    for (auto k = low; k != middle; ++k) left += k->mass;
+    if (before + left >= limit) {
+      high = middle;
+    } else {
+      before += left;
+      low = middle;
+    }
+  }
+  std::sort(low, high, by_key);
+  while ((before += low->mass) < limit) ++low;
+  return low->key;
 }
 
 // The token at which the mass of the sorted tokens reaches p of the whole mass, among those that `cut` keeps.
@@ -151,7 +219,7 @@ FORERUN_INLINE Cut top_p_cut(const Row& row, const Cut& cut, float p, SampleScra
     const float top = s.block_max[static_cast<std::size_t>(b)];
     if (top < cut.logit || bin_of(scaled(row, top)) == SampleScratch::kBins - 1) continue;
     const int first = b * kBlock;
-    const float* x = row.logits + first;
+    const float* x = row.block[b];
     over_block(block_size(row, b), [&](auto count) __attribute__((always_inline)) {
       for (int j = 0; j < count; ++j) {
         const float z = scaled(row, x[j]);
@@ -161,55 +229,36 @@ FORERUN_INLINE Cut top_p_cut(const Row& row, const Cut& cut, float p, SampleScra
       for (int j = 0; j < count; ++j) s.mass[static_cast<std::size_t>(bin[j])] += mass[j];
     });
   }
-  std::uint64_t total = 0;
-  for (const std::uint64_t m : s.mass) total += m;
-  const double share = std::ceil(static_cast<double>(p) * static_cast<double>(total));
-  const std::uint64_t limit = std::max<std::uint64_t>(1, static_cast<std::uint64_t>(share));
-
   std::uint64_t before = 0;
-  std::int32_t crossing = 0;
-  while (before + s.mass[static_cast<std::size_t>(crossing)] < limit) {
-    before += s.mass[static_cast<std::size_t>(crossing++)];
-  }
-  s.keys.clear();
+  const std::uint64_t limit = limit_of(s, p);
+  const std::int32_t crossing = crossing_bin(s, limit, before);
+  s.ranked.clear();
   for (int b = 0; b < row.blocks; ++b) {
     const float top = s.block_max[static_cast<std::size_t>(b)];
     if (top < cut.logit || bin_of(scaled(row, top)) > crossing) continue;
     const int first = b * kBlock;
-    const float* x = row.logits + first;
+    const float* x = row.block[b];
     const int count = block_size(row, b);
     for (int j = 0; j < count; ++j) bin[j] = bin_of(scaled(row, x[j]));
     for (int j = 0; j < count; ++j) {
-      if (bin[j] == crossing && keeps(cut, x[j], first + j)) s.keys.push_back(key_of(x[j], first + j));
+      if (bin[j] == crossing && keeps(cut, x[j], first + j)) {
+        s.ranked.push_back({key_of(x[j], first + j), mass_of(exp32(scaled(row, x[j])))});
+      }
     }
   }
-  // Halve the candidates around their median until few are left, then walk them in order.
-  auto low = s.keys.begin();
-  auto high = s.keys.end();
-  while (high - low > 32) {
-    const auto middle = low + (high - low) / 2;
-    std::nth_element(low, middle, high);
-    std::uint64_t left = 0;
-    for (auto k = low; k != middle; ++k) left += mass_of_key(row, *k);
-    if (before + left >= limit) {
-      high = middle;
-    } else {
-      before += left;
-      low = middle;
-    }
-  }
-  std::sort(low, high);
-  while ((before += mass_of_key(row, *low)) < limit) ++low;
-  return token_of(*low);
+  return token_of(crossing_key(s.ranked, before, limit));
+}
+
+// What the k first tokens leave; 0: everything.
+FORERUN_INLINE Cut top_k_cut(const Row& row, std::int32_t k, SampleScratch& s) {
+  if (k == 0 || k >= row.V) return {};
+  select_first(row, k, s);
+  return token_of(s.keys[static_cast<std::size_t>(k - 1)]);
 }
 
 // What top-k and top-p keep of a row without faults at a temperature above 0.
 FORERUN_INLINE Cut cut_of(const Row& row, const SampleSpec& spec, SampleScratch& s) {
-  Cut cut;
-  if (spec.top_k > 0 && spec.top_k < row.V) {
-    select_first(row, spec.top_k, s);
-    cut = token_of(s.keys[static_cast<std::size_t>(spec.top_k - 1)]);
-  }
+  const Cut cut = top_k_cut(row, spec.top_k, s);
   return spec.top_p < 1.0f ? top_p_cut(row, cut, spec.top_p, s) : cut;
 }
 

@@ -1,6 +1,7 @@
 #include "verify.hpp"
 #include "sample_arrays.hpp"
 #include "sample_row.hpp"
+#include "sample_stages.hpp"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -54,7 +55,7 @@ struct Target {
 };
 
 FORERUN_INLINE std::uint64_t original_mass(const Target& t, std::int32_t id) {
-  const float logit = t.row.logits[id];
+  const float logit = logit_of(t.row, id);
   const float weight = exp32(scaled(t.row, logit));
   return mass_of(select(keeps(t.cut, logit, id) & (weight >= t.min_p), weight, 0.0f));
 }
@@ -72,7 +73,7 @@ FORERUN_INLINE void weigh(Target& t, VerifyScratch& s) {
     std::uint64_t sum = 0;
     const bool massless = top < t.cut.logit || bin_of(scaled(row, top)) == SampleScratch::kBins - 1;
     if (!massless) {
-      const float* x = row.logits + first;
+      const float* x = row.block[b];
       over_block(count, [&](auto n) __attribute__((always_inline)) {
         for (int j = 0; j < n; ++j) {
           const float weight = exp32(scaled(row, x[j]));
@@ -88,6 +89,22 @@ FORERUN_INLINE void weigh(Target& t, VerifyScratch& s) {
     s.block_mass[static_cast<std::size_t>(b)] = sum;
     t.total += sum;
   }
+}
+
+// The target of a row whose transforms leave a list of tokens.
+FORERUN_INLINE Target listed_target(const Row& row, const SampleSpec& spec, VerifyScratch& s) {
+  run_stages(row, spec, s.sample);
+  Target t{row, {}, 0.0f, true};
+  s.weights.assign(static_cast<std::size_t>(row.V), 0);
+  s.block_mass.assign(static_cast<std::size_t>(row.blocks), 0);
+  const Entries& e = s.sample.entries;
+  for (std::size_t i = 0; i < e.id.size(); ++i) {
+    const std::uint64_t mass = mass_of(exp32(e.z[i]));
+    s.weights[static_cast<std::size_t>(e.id[i])] = mass;
+    s.block_mass[static_cast<std::size_t>(e.id[i] / kBlock)] += mass;
+    t.total += mass;
+  }
+  return t;
 }
 
 FORERUN_INLINE std::uint64_t sum_of_q(const float* q, int V) {
@@ -165,9 +182,9 @@ FORERUN_INLINE std::int32_t draw_residual(const Target& t, const DraftChild* chi
   }
 }
 
-FORERUN_INLINE NodeChoice reject_impl(const float* logits, int V, const SampleSpec& spec, std::uint64_t position,
-                                      const DraftChild* children, int n, VerifyScratch& s) {
-  const Row row = scan_row(logits, V, spec.temperature, s.sample);
+FORERUN_INLINE NodeChoice reject_impl(const float* logits, int V, const std::uint32_t* mask, const SampleSpec& spec,
+                                      std::uint64_t position, const DraftChild* children, int n, VerifyScratch& s) {
+  const Row row = scan_row(logits, V, mask, spec.temperature, s.sample);
   if (row.status != 0) return {-1, row.status};
   if (spec.temperature == 0.0f) {
     const std::int32_t token = first_max(row, s.sample);
@@ -177,8 +194,9 @@ FORERUN_INLINE NodeChoice reject_impl(const float* logits, int V, const SampleSp
     return {-1, token};
   }
   const bool drawn = std::any_of(children, children + n, [](const DraftChild& child) { return child.q != nullptr; });
-  Target t{row, cut_of(row, spec, s.sample), spec.min_p, drawn};
-  weigh(t, s);
+  Target t = needs_stages(spec) ? listed_target(row, spec, s)
+                                : Target{row, cut_of(row, spec, s.sample), spec.min_p, drawn};
+  if (!needs_stages(spec)) weigh(t, s);
   for (int k = 0; k < n; ++k) {
     const std::int32_t token = children[k].token;
     const float* q = children[k].q;
@@ -217,13 +235,13 @@ FORERUN_INLINE NodeChoice reject_impl(const float* logits, int V, const SampleSp
 
 // -- the instruction sets
 
-using Kernel = NodeChoice (*)(const float*, int, const SampleSpec&, std::uint64_t, const DraftChild*, int,
-                              VerifyScratch&);
+using Kernel = NodeChoice (*)(const float*, int, const std::uint32_t*, const SampleSpec&, std::uint64_t,
+                              const DraftChild*, int, VerifyScratch&);
 
 #define FORERUN_VERIFY_SET(NAME, TARGET)                                                                       \
-  TARGET NodeChoice reject_##NAME(const float* x, int V, const SampleSpec& spec, std::uint64_t position,       \
-                                  const DraftChild* children, int n, VerifyScratch& s) {                       \
-    return reject_impl(x, V, spec, position, children, n, s);                                                  \
+  TARGET NodeChoice reject_##NAME(const float* x, int V, const std::uint32_t* mask, const SampleSpec& spec,    \
+                                  std::uint64_t position, const DraftChild* children, int n, VerifyScratch& s) { \
+    return reject_impl(x, V, mask, spec, position, children, n, s);                                            \
   }
 
 FORERUN_VERIFY_SET(baseline, )
@@ -243,10 +261,11 @@ Kernel kernel(SampleIsa isa) {
 
 }  // namespace
 
-NodeChoice reject_node(const float* logits, int V, const SampleSpec& spec, std::uint64_t position,
-                       const std::vector<DraftChild>& children, VerifyScratch& scratch, SampleIsa isa) {
-  if (children.empty()) return {-1, sample_row(logits, V, spec, position, scratch.sample, isa)};
-  return kernel(isa)(logits, V, spec, position, children.data(), static_cast<int>(children.size()), scratch);
+NodeChoice reject_node(const float* logits, int V, const std::uint32_t* mask, const SampleSpec& spec,
+                       std::uint64_t position, const std::vector<DraftChild>& children, VerifyScratch& scratch,
+                       SampleIsa isa) {
+  if (children.empty()) return {-1, sample_row(logits, V, mask, spec, position, scratch.sample, isa)};
+  return kernel(isa)(logits, V, mask, spec, position, children.data(), static_cast<int>(children.size()), scratch);
 }
 
 // -- Python
@@ -287,15 +306,20 @@ void expect_children(const Vector<std::int32_t>& start, const Vector<std::int32_
 
 std::tuple<Output<std::int32_t>, Output<std::int32_t>> reject(
     Logits logits, Vector<std::int32_t> rows, Vector<float> temperature, Vector<std::int32_t> top_k,
-    Vector<float> top_p, Vector<float> min_p, Vector<std::uint64_t> seed, Vector<std::int64_t> position,
-    Vector<std::int32_t> child_start, Vector<std::int32_t> child_tokens, Q q, Vector<std::int32_t> child_q,
-    const std::string& isa_name) {
+    Vector<float> top_p, Vector<float> min_p, Vector<float> typical_p, Vector<std::uint32_t> order,
+    Vector<std::uint64_t> seed, Vector<std::int64_t> position, Vector<std::int32_t> edit_start,
+    Vector<std::int32_t> edit_ids, Vector<float> edit_bias, Vector<float> edit_factor, Vector<float> edit_count,
+    Vector<float> edit_presence, Vector<std::int32_t> child_start, Vector<std::int32_t> child_tokens, Q q, Vector<std::int32_t> child_q,
+    MaskWords masks, Vector<std::int32_t> mask_rows, const std::string& isa_name) {
   const std::size_t R = rows.shape(0);
   const int V = vocabulary(logits);
   expect_rows_within(rows, logits);
-  const Specs specs{temperature, top_k, top_p, min_p, seed, position};
-  specs.check(R);
+  const Specs specs{temperature, top_k, top_p, min_p, typical_p, order, seed, position,
+                    {edit_start, edit_ids, edit_bias, edit_factor, edit_count, edit_presence}};
+  specs.check(R, V);
   expect_children(child_start, child_tokens, q, child_q, R, V);
+  const Masks allowed{masks, mask_rows};
+  allowed.check(R, V);
   const SampleIsa isa = isa_named(isa_name);
   auto choice = std::make_unique<std::int32_t[]>(R);
   auto tokens = std::make_unique<std::int32_t[]>(R);
@@ -310,8 +334,8 @@ std::tuple<Output<std::int32_t>, Output<std::int32_t>> reject(
         children.push_back({child_tokens.data()[c],
                             q_row < 0 ? nullptr : q.data() + static_cast<std::size_t>(q_row) * q.shape(1)});
       }
-      const NodeChoice made = reject_node(row_of(logits, rows.data()[r]), V, specs.at(r), specs.position_at(r),
-                                          children, scratch, isa);
+      const NodeChoice made = reject_node(row_of(logits, rows.data()[r]), V, allowed.at(r), specs.at(r),
+                                          specs.position_at(r), children, scratch, isa);
       choice[r] = made.choice;
       tokens[r] = made.token;
     }
@@ -325,12 +349,13 @@ void register_verify(nb::module_& m) {
   // noconvert: an array of another type or layout is refused, not copied.
   const auto array = [](const char* name) { return nb::arg(name).noconvert(); };
   m.def("reject", &reject, array("logits"), array("rows"), array("temperature"), array("top_k"), array("top_p"),
-        array("min_p"), array("seed"), array("position"), array("child_start"), array("child_tokens"), array("q"),
-        array("child_q"), nb::arg("isa") = "auto",
+        array("min_p"), array("typical_p"), array("order"), array("seed"), array("position"), array("edit_start"),
+        array("edit_ids"), array("edit_bias"), array("edit_factor"), array("edit_count"), array("edit_presence"),
+        array("child_start"), array("child_tokens"), array("q"), array("child_q"), array("masks"), array("mask_rows"), nb::arg("isa") = "auto",
         "(choice int32[R], token int32[R]): rejection sampling of the children of one node a row. Row r's children are "
         "child_tokens[child_start[r]:child_start[r + 1]], each drawn from row child_q of q float32[Q, V], or chosen "
         "(-1). choice: the accepted one's index among them, or -1; token: its token or the target's own, as in "
-        "sample.");
+        "sample. Masks as in sample.");
 }
 
 }  // namespace forerun

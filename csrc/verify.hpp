@@ -34,13 +34,13 @@ struct VerifyScratch {
   std::vector<std::uint64_t> block_mass, next_block_mass;
 };
 
-// What becomes of the children of a node whose target scores are logits[0, V); `position` is that of the token that is
-// decided. Without children: sample_row's token. At temperature 0: the highest logit, and the first child that is it.
+// What becomes of the children of a node whose target scores are logits[0, V), masked as by sample_row; `position` is
+// that of the token that is decided. Without children: sample_row's token. At temperature 0: the highest logit, and the first child that is it.
 //
 // Cost beyond sample_row's scan and cuts: one pass over the logits that top-k and top-p leave. A child with q adds a
 // pass over its row, and another if it is rejected.
-NodeChoice reject_node(const float* logits, int V, const SampleSpec& spec, std::uint64_t position,
-                       const std::vector<DraftChild>& children, VerifyScratch& scratch,
+NodeChoice reject_node(const float* logits, int V, const std::uint32_t* mask, const SampleSpec& spec,
+                       std::uint64_t position, const std::vector<DraftChild>& children, VerifyScratch& scratch,
                        SampleIsa isa = SampleIsa::automatic);
 
 // Adds reject to the Python module.

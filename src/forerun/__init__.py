@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine, Scores
-    from forerun.engine.loop import RequestHandle
+    from forerun.engine.handle import RequestHandle
     from forerun.engine.output import EngineStats, Piece, RequestOutput, RequestStats, TokenLogprob
     from forerun.errors import ForerunError
     from forerun.sample.params import SamplingParams
@@ -41,7 +41,7 @@ if not TYPE_CHECKING:
             "sample.params": ("SamplingParams",),
             "engine.output": ("EngineStats", "Piece", "RequestOutput", "RequestStats", "TokenLogprob"),
             "engine.engine": ("Engine", "Scores"),
-            "engine.loop": ("RequestHandle",),
+            "engine.handle": ("RequestHandle",),
         }
         home = next(module for module, names in homes.items() if name in names)
         return getattr(import_module(f"forerun.{home}"), name)

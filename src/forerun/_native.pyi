@@ -17,13 +17,23 @@ def sample(
     top_k: NDArray[numpy.int32],
     top_p: NDArray[numpy.float32],
     min_p: NDArray[numpy.float32],
+    typical_p: NDArray[numpy.float32],
+    order: NDArray[numpy.uint32],
     seed: NDArray[numpy.uint64],
     position: NDArray[numpy.int64],
+    edit_start: NDArray[numpy.int32],
+    edit_ids: NDArray[numpy.int32],
+    edit_bias: NDArray[numpy.float32],
+    edit_factor: NDArray[numpy.float32],
+    edit_count: NDArray[numpy.float32],
+    edit_presence: NDArray[numpy.float32],
+    masks: NDArray[numpy.uint32],
+    mask_rows: NDArray[numpy.int32],
     isa: str = "auto",
 ) -> NDArray[numpy.int32]:
     """
-    Tokens int32[R] drawn from rows int32[R] of logits float32[N, V]; -1: a logit is NaN or +inf, -2: nothing is
-    allowed.
+    Tokens int32[R] drawn from rows int32[R] of logits float32[N, V], of those tokens that row mask_rows int32[R] of
+    masks uint32[M, W] allows (-1: of all); -1: a logit is NaN or +inf, -2: nothing is allowed.
     """
 
 def gumbel(seed: int, position: int, ids: NDArray[numpy.int32], isa: str = "auto") -> NDArray[numpy.float32]:
@@ -47,12 +57,22 @@ def reject(
     top_k: NDArray[numpy.int32],
     top_p: NDArray[numpy.float32],
     min_p: NDArray[numpy.float32],
+    typical_p: NDArray[numpy.float32],
+    order: NDArray[numpy.uint32],
     seed: NDArray[numpy.uint64],
     position: NDArray[numpy.int64],
+    edit_start: NDArray[numpy.int32],
+    edit_ids: NDArray[numpy.int32],
+    edit_bias: NDArray[numpy.float32],
+    edit_factor: NDArray[numpy.float32],
+    edit_count: NDArray[numpy.float32],
+    edit_presence: NDArray[numpy.float32],
     child_start: NDArray[numpy.int32],
     child_tokens: NDArray[numpy.int32],
     q: NDArray[numpy.float32],
     child_q: NDArray[numpy.int32],
+    masks: NDArray[numpy.uint32],
+    mask_rows: NDArray[numpy.int32],
     isa: str = "auto",
 ) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
     """

@@ -14,6 +14,20 @@ class InvalidRequestError(ForerunError, ValueError):
     """A request or one of its parameters can't be served as given (range, type, token id, length)."""
 
 
+class InvalidConstraintError(InvalidRequestError):
+    """A constraint can't be compiled: malformed, unsupported, unsatisfiable, too large or too slow.
+
+    Attributes:
+        keyword: the schema keyword at fault, or None.
+        path: where it stands in the schema, as a JSON pointer in a URI fragment ("#/properties/a"), or None.
+    """
+
+    def __init__(self, message: str, *, keyword: str | None = None, path: str | None = None) -> None:
+        super().__init__(message)
+        self.keyword = keyword
+        self.path = path
+
+
 class CapacityError(ForerunError, ValueError):
     """A request can never fit, whatever else runs: the KV pool or the model's context is too small for it."""
 
@@ -48,6 +62,14 @@ class ConfigurationError(ForerunError, ValueError):
 
 class NumericalError(ForerunError, ArithmeticError):
     """A model's scores are not numbers: damaged weights, or activations that overflow."""
+
+
+class ConstraintError(ForerunError, RuntimeError):
+    """A constrained text can't go on: its grammar has no way out, or costs more than its limits allow."""
+
+
+class ConstraintWarning(UserWarning):
+    """A constraint says something that has no effect on the text, such as a keyword that JSON Schema doesn't know."""
 
 
 class DraftError(ForerunError, RuntimeError):

@@ -12,6 +12,7 @@ from forerun import SamplingParams, _native
 from forerun.draft import candidates as module
 from forerun.draft.candidates import Place, candidates, draw, draws
 from forerun.sample.transforms import sample
+from reference import native
 from reference import sampling as reference
 
 FIT = 4.0
@@ -82,11 +83,7 @@ def test_siblings_in_another_order_are_caught() -> None:
 def joint_with_target() -> float:
     """Chi-square score of (the target's own token, the draft) against independence, both being of SMALL."""
     q = reference.probabilities(SMALL)[0]
-    ones = np.ones(DRAWS, dtype=np.float32)
-    zeros = np.zeros(DRAWS, dtype=np.int32)
-    own = _native.sample(
-        SMALL[None], zeros, ones, zeros, ones, 0 * ones, np.arange(DRAWS, dtype=np.uint64), np.full(DRAWS, 5)
-    )
+    own = native.sample(SMALL[None], np.zeros(DRAWS), seed=np.arange(DRAWS), position=5)
     return reference.chi_square_score(own * 6 + drawn(1)[:, 0], np.outer(q, q).ravel())
 
 

@@ -124,7 +124,9 @@ def test_the_speculator_counts_who_chooses_a_token_and_hands_limits_on() -> None
 
     speculator = Speculator(Watching(), Pace(4), 32)
     lives: Any = [
-        SimpleNamespace(draft_key=key, request=SimpleNamespace(tokens=[1, 2]), params=None, seed=3, traced=False)
+        SimpleNamespace(
+            draft_key=key, request=SimpleNamespace(tokens=[1, 2]), params=None, seed=3, traced=False, grammar=None
+        )
         for key in (7, None, None)
     ]
     rows: Any = [

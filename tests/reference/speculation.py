@@ -76,6 +76,8 @@ class Unspeculated:
         return self._known[key]
 
     def _longer(self, prompt: Sequence[int], params: SamplingParams, output: RequestOutput) -> tuple[int, ...]:
+        if params.constraint is not None:
+            return output.token_ids  # nothing follows where its grammar ends
         room = self.engine.max_model_len - len(prompt)
         unstopped = replace(
             params, stop=(), stop_token_ids=(), ignore_eos=True, min_tokens=0, logprobs=None,

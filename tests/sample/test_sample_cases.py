@@ -10,6 +10,7 @@ import pytest
 
 from forerun import _native
 from forerun.sample import LogitEdits, SamplingParams
+from reference import native
 from reference import sampling as reference
 
 V = 24
@@ -38,15 +39,15 @@ def choose(
     logits: np.ndarray, rows: Sequence[int], params: SamplingParams, positions: Sequence[int], min_p: Keep = everywhere
 ) -> list[int]:
     n = len(rows)
-    return _native.sample(
+    return native.sample(
         logits,
-        np.array(rows, np.int32),
-        np.full(n, params.temperature, np.float32),
-        np.full(n, params.top_k, np.int32),
-        np.full(n, params.top_p, np.float32),
-        np.array([params.min_p * min_p(row, n) for row in range(n)], np.float32),
-        np.full(n, 77, np.uint64),
-        np.array(positions, np.int64),
+        rows,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=[params.min_p * min_p(row, n) for row in range(n)],
+        seed=77,
+        position=positions,
     ).tolist()
 
 

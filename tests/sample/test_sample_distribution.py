@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forerun import _native
+from reference import native
 from reference import sampling as reference
 
 DRAWS = 40_000
@@ -29,16 +29,12 @@ KNOBS = [
 
 def draw(logits: np.ndarray, *, positions=None, seeds=None, **knobs: float) -> np.ndarray:
     """int32[DRAWS] tokens at positions 0, 1, ... of one seed, unless told otherwise."""
-    n = DRAWS
-    return _native.sample(
+    return native.sample(
         logits.reshape(1, -1),
-        np.zeros(n, np.int32),
-        np.full(n, knobs.get("temperature", 1.0), np.float32),
-        np.full(n, knobs.get("top_k", 0), np.int32),
-        np.full(n, knobs.get("top_p", 1.0), np.float32),
-        np.full(n, knobs.get("min_p", 0.0), np.float32),
-        np.full(n, 1234, np.uint64) if seeds is None else seeds,
-        np.arange(n, dtype=np.int64) if positions is None else positions,
+        np.zeros(DRAWS, np.int32),
+        seed=1234 if seeds is None else seeds,
+        position=np.arange(DRAWS) if positions is None else positions,
+        **knobs,
     )
 
 

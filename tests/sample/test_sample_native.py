@@ -11,7 +11,18 @@ import pytest
 
 from forerun import _native
 from forerun.sample import NOT_FINITE, NOTHING_ALLOWED, noise, transforms
-from reference.rows import random_logits
+from forerun.sample.arrays import SpecArrays, order_code
+from forerun.sample.masks import Masks
+from forerun.sample.params import STAGES
+from reference import native
+from reference.rows import (
+    random_late_edits,
+    random_logits,
+    random_masks,
+    random_orders,
+    random_typical_p,
+    stages_of,
+)
 
 ISAS = _native.sample_isas()
 TEMPERATURES = [0.0, 1e-37, 1e-6, 0.1, 0.7, 1.0, 1.7, 30.0, 1e6, 3e38]
@@ -26,26 +37,44 @@ class Rows:
     top_k: np.ndarray
     top_p: np.ndarray
     min_p: np.ndarray
+    typical_p: np.ndarray
+    order: np.ndarray
     seed: np.ndarray
     position: np.ndarray
+    late: np.ndarray
+    masks: np.ndarray
+    mask_rows: np.ndarray
+
+    def spec(self) -> SpecArrays:
+        """The rows' parameters."""
+        knobs = {name: getattr(self, name) for name in SpecArrays._fields[:8]}
+        return native.spec(len(self.logits), **knobs, late=list(self.late))
 
     def arguments(self) -> tuple[np.ndarray, ...]:
-        first, *others = (getattr(self, f.name) for f in dataclasses.fields(self))
-        return (first, np.arange(len(first), dtype=np.int32), *others)
+        rows = np.arange(len(self.logits), dtype=np.int32)
+        return (self.logits, rows, *self.spec(), self.masks, self.mask_rows)
+
+    def mask(self, r: int) -> np.ndarray | None:
+        return None if self.mask_rows[r] < 0 else self.masks[self.mask_rows[r]]
 
     def taken(self, rows: np.ndarray | slice) -> Rows:
         """The same arguments for some of the rows, copied."""
-        return Rows(*(np.ascontiguousarray(getattr(self, f.name)[rows]) for f in dataclasses.fields(self)))
+        columns = {f.name: np.ascontiguousarray(getattr(self, f.name)[rows]) for f in dataclasses.fields(self)}
+        return Rows(**{**columns, "masks": self.masks})
 
     def defined(self) -> list[int]:
         """What the NumPy definition draws."""
         return [
             transforms.sample(
                 self.logits[r],
+                self.mask(r),
                 temperature=float(self.temperature[r]),
                 top_k=int(self.top_k[r]),
                 top_p=float(self.top_p[r]),
                 min_p=float(self.min_p[r]),
+                typical_p=float(self.typical_p[r]),
+                order=stages_of(int(self.order[r])),
+                edits=self.late[r],
                 seed=int(self.seed[r]),
                 position=int(self.position[r]),
             )
@@ -53,7 +82,13 @@ class Rows:
         ]
 
 
-def rows_of(logits: np.ndarray, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0) -> Rows:
+def no_edits(n: int) -> np.ndarray:
+    return np.full(n, None, dtype=object)
+
+
+def rows_of(
+    logits: np.ndarray, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, order=STAGES, seed=0
+) -> Rows:
     n = len(logits)
     return Rows(
         np.ascontiguousarray(logits, dtype=np.float32),
@@ -61,8 +96,12 @@ def rows_of(logits: np.ndarray, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.
         np.full(n, top_k, np.int32),
         np.full(n, top_p, np.float32),
         np.full(n, min_p, np.float32),
+        np.full(n, typical_p, np.float32),
+        np.full(n, 0 if order == STAGES else order_code(order), np.uint32),
         np.full(n, seed, np.uint64),
         np.arange(n, dtype=np.int64),
+        no_edits(n),
+        *Masks.none(n),
     )
 
 
@@ -78,8 +117,12 @@ def random_rows(rng: np.random.Generator, n: int, V: int) -> Rows:
         np.where(rng.random(n) < 0.4, 0, rng.choice(edges, n)).astype(np.int32),
         np.where(rng.random(n) < 0.4, 1, rng.choice([0, 1e-9, 0.3, 0.5, 0.9, 0.99, 1 - 2**-24], n)).astype(np.float32),
         np.where(rng.random(n) < 0.5, 0, rng.choice([1e-30, 0.01, 0.1, 0.5, 1], n)).astype(np.float32),
+        random_typical_p(rng, n),
+        random_orders(rng, n),
         rng.integers(0, 2**64, n, dtype=np.uint64),
         rng.integers(0, 2**40, n),
+        random_late_edits(rng, n, V),
+        *random_masks(rng, n, V),
     )
 
 
@@ -255,7 +298,7 @@ def test_no_rows_and_no_columns():
 
 def test_wrong_arguments_are_refused():
     good = rows_of(np.zeros((2, 5)))
-    for index in range(2, 8):
+    for index in (*range(2, 10), 17):
         arguments = list(good.arguments())
         arguments[index] = arguments[index][:1]
         with pytest.raises(ValueError, match="1 entries for 2 rows"):
@@ -280,7 +323,12 @@ def test_wrong_arguments_are_refused():
 OUT_OF_RANGE = [
     *(("temperature", value, "nan|inf|-0.1") for value in (np.nan, np.inf, -np.inf, -0.1)),
     *(("top_k", value, str(value)) for value in (-1, -(2**31))),
-    *((name, value, "nan|inf|1.5|-0.1") for name in ("top_p", "min_p") for value in (np.nan, np.inf, 1.5, -0.1)),
+    *(
+        (name, value, "nan|inf|1.5|-0.1")
+        for name in ("top_p", "min_p", "typical_p")
+        for value in (np.nan, np.inf, 1.5, -0.1)
+    ),
+    *(("order", value, str(value)) for value in (7, 0x77, 0x101, 0x23423, 0xF, 0x20, 2**32 - 1)),
 ]
 
 

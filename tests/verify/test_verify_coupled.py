@@ -7,11 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from forerun import _native
 from forerun.sample import transforms
 from forerun.verify import Verdicts, coupled, greedy, own_tokens, token_noise
 from forerun.verify.node import scores
-from reference import chi_square
+from reference import chi_square, native
 from reference.verification import CHAIN, RAGGED, TREE, Batch, Shape, World, fill, with_junk
 
 WORLD = World(1)
@@ -125,15 +124,12 @@ def test_the_samples_at_the_nodes_are_those_of_the_native_kernel(shape):
     n_rows, n = batch.trees.tokens.shape
     positions = POSITION + np.array([0] + [depth + 1 for depth in shape.depths])
     for knobs in KNOBS:
-        own = _native.sample(
+        own = native.sample(
             np.ascontiguousarray(batch.logits.reshape(-1, 4)),
-            np.arange(n_rows * (n + 1), dtype=np.int32),
-            np.full(n_rows * (n + 1), knobs["temperature"], np.float32),
-            np.full(n_rows * (n + 1), knobs.get("top_k", 0), np.int32),
-            np.full(n_rows * (n + 1), knobs.get("top_p", 1), np.float32),
-            np.full(n_rows * (n + 1), knobs.get("min_p", 0), np.float32),
-            np.full(n_rows * (n + 1), 5, np.uint64),
-            np.tile(positions, n_rows),
+            range(n_rows * (n + 1)),
+            seed=5,
+            position=np.tile(positions, n_rows),
+            **knobs,
         ).reshape(n_rows, n + 1)
         expected = greedy(batch.trees, own)
         found = coupled(batch.trees, after_transforms(world, shape, knobs), [5] * n_rows, [POSITION] * n_rows)
@@ -148,16 +144,18 @@ THRESHOLD = chi_square.critical(1e-4, chi_square.degrees(WORLD.joint))
 def frequencies(position: int) -> float:
     """Pearson's statistic of the first tokens over seeds: a step at `position`, then plain sampling."""
     batch = fill(WORLD, CHAIN, np.tile([1, 2], (ROWS, 1)))
-    seeds, rows = np.arange(ROWS), np.arange(ROWS, dtype=np.int32)
+    seeds = np.arange(ROWS)
     verdicts = coupled(batch.trees, batch.logits / np.float32(WORLD.temperature), range(ROWS), [position] * ROWS)
     emitted = verdicts.emitted(batch.trees)
     code = np.zeros(ROWS, dtype=np.int64)
-    off = np.zeros(ROWS, np.int32), np.ones(ROWS, np.float32), np.zeros(ROWS, np.float32)
     for n in range(3):
-        plainly = _native.sample(
-            np.ascontiguousarray(WORLD.tables[n][code]), rows, np.full(ROWS, WORLD.temperature, np.float32), *off,
-            seeds.astype(np.uint64), np.full(ROWS, POSITION + n, np.int64),
-        )  # fmt: skip
+        plainly = native.sample(
+            np.ascontiguousarray(WORLD.tables[n][code]),
+            seeds,
+            temperature=WORLD.temperature,
+            seed=seeds,
+            position=POSITION + n,
+        )
         code = code * 4 + np.where(emitted[:, n] >= 0, emitted[:, n], plainly)
     return chi_square.statistic(np.bincount(code, minlength=64), WORLD.joint)
 

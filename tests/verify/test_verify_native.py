@@ -9,8 +9,18 @@ import pytest
 
 from forerun import _native
 from forerun.sample import NOT_FINITE, NOTHING_ALLOWED, transforms
+from forerun.sample.arrays import LateEdits, SpecArrays
+from forerun.sample.masks import Masks
 from forerun.verify import node, rejection
-from reference.rows import random_logits
+from reference import native
+from reference.rows import (
+    random_late_edits,
+    random_logits,
+    random_masks,
+    random_orders,
+    random_typical_p,
+    stages_of,
+)
 
 ISAS = _native.sample_isas()
 TEMPERATURES = [0.0, 1e-37, 1e-6, 0.1, 0.7, 1.0, 1.7, 30.0, 1e6, 3e38]
@@ -26,15 +36,29 @@ class Nodes:
     top_k: np.ndarray
     top_p: np.ndarray
     min_p: np.ndarray
+    typical_p: np.ndarray
+    order: np.ndarray
     seed: np.ndarray
     position: np.ndarray
+    late: np.ndarray
     child_start: np.ndarray
     child_tokens: np.ndarray
     q: np.ndarray
     child_q: np.ndarray
+    masks: np.ndarray
+    mask_rows: np.ndarray
+
+    def spec(self) -> SpecArrays:
+        """The nodes' parameters."""
+        knobs = {name: getattr(self, name) for name in SpecArrays._fields[:8]}
+        return native.spec(len(self.rows), **knobs, late=list(self.late))
 
     def arguments(self) -> tuple[np.ndarray, ...]:
-        return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+        children = (self.child_start, self.child_tokens, self.q, self.child_q)
+        return (self.logits, self.rows, *self.spec(), *children, self.masks, self.mask_rows)
+
+    def mask(self, r: int) -> np.ndarray | None:
+        return None if self.mask_rows[r] < 0 else self.masks[self.mask_rows[r]]
 
     def only(self, r: int) -> Nodes:
         """The nodes without all but one, its logits and q where they were."""
@@ -44,6 +68,7 @@ class Nodes:
             **columns,
             "logits": self.logits,
             "q": self.q,
+            "masks": self.masks,
             "child_start": np.array([0, last - first], np.int32),
             "child_tokens": self.child_tokens[first:last],
             "child_q": self.child_q[first:last],
@@ -54,11 +79,15 @@ class Nodes:
         return [
             node.reject(
                 self.logits[self.rows[r]],
+                self.mask(r),
                 **{
                     "temperature": float(self.temperature[r]),
                     "top_k": int(self.top_k[r]),
                     "top_p": float(self.top_p[r]),
                     "min_p": float(self.min_p[r]),
+                    "typical_p": float(self.typical_p[r]),
+                    "order": stages_of(int(self.order[r])),
+                    "edits": self.late[r],
                     "seed": int(self.seed[r]),
                     "position": int(self.position[r]),
                     "children": self.child_tokens[first:last].tolist(),
@@ -120,6 +149,7 @@ def random_nodes(rng: np.random.Generator, n: int, V: int) -> Nodes:
                 child_q.append(len(q))
                 q.append(q_row if rng.random() < 0.9 else random_q(rng, logits[rows[r]], temperature[r]))
         start.append(len(tokens))
+    masks, mask_rows = random_masks(rng, n, V)
     return Nodes(
         logits,
         rows,
@@ -127,12 +157,17 @@ def random_nodes(rng: np.random.Generator, n: int, V: int) -> Nodes:
         np.where(rng.random(n) < 0.5, 0, rng.choice(edges, n)).astype(np.int32),
         np.where(rng.random(n) < 0.5, 1, rng.choice([0, 1e-9, 0.3, 0.5, 0.9, 0.99, 1 - 2**-24], n)).astype(np.float32),
         np.where(rng.random(n) < 0.6, 0, rng.choice([1e-30, 0.01, 0.1, 0.5, 1], n)).astype(np.float32),
+        random_typical_p(rng, n),
+        random_orders(rng, n),
         rng.integers(0, 2**64, n, dtype=np.uint64),
         rng.integers(0, 2**40, n),
+        random_late_edits(rng, n, V),
         np.array(start, np.int32),
         np.array(tokens, np.int32),
         np.array(q, np.float32).reshape(-1, V),
         np.array(child_q, np.int32),
+        masks,
+        mask_rows,
     )
 
 
@@ -242,7 +277,7 @@ def test_without_children_the_token_is_that_of_plain_sampling():
     childless = dataclasses.replace(
         nodes, child_start=np.zeros(201, np.int32), child_tokens=np.empty(0, np.int32), child_q=np.empty(0, np.int32)
     )
-    tokens = _native.sample(*childless.arguments()[:8])
+    tokens = _native.sample(childless.logits, childless.rows, *childless.spec(), childless.masks, childless.mask_rows)
     assert decided(childless) == [(-1, token) for token in tokens.tolist()]
 
 
@@ -253,7 +288,7 @@ def test_at_temperature_0_the_highest_logit_is_taken_whatever_q():
     accepted = 0
     for r, (choice, token) in enumerate(decided(nodes)):
         children = nodes.child_tokens[nodes.child_start[r] : nodes.child_start[r + 1]].tolist()
-        logits = nodes.logits[nodes.rows[r]]
+        logits = transforms.masked(nodes.logits[nodes.rows[r]], nodes.mask(r))
         best = transforms.check_row(logits) or int(logits.argmax())
         assert token == best
         assert choice == (children.index(best) if best in children else -1)
@@ -265,6 +300,7 @@ def test_at_temperature_0_the_highest_logit_is_taken_whatever_q():
 def test_scores_that_are_no_numbers_are_reported(fault):
     nodes = random_nodes(np.random.default_rng(10), 60, 30)
     nodes.logits[:] = fault
+    nodes.mask_rows[:] = -1
     expected = NOTHING_ALLOWED if fault == -np.inf else NOT_FINITE
     for isa in ISAS:
         assert decided(nodes, isa) == [(-1, expected)] * 60
@@ -273,8 +309,8 @@ def test_scores_that_are_no_numbers_are_reported(fault):
 def test_no_nodes():
     nodes = random_nodes(np.random.default_rng(11), 3, 5)
     empty = Nodes(
-        nodes.logits, *(column[:0] for column in nodes.arguments()[1:8]), np.zeros(1, np.int32),
-        np.empty(0, np.int32), np.empty((0, 5), np.float32), np.empty(0, np.int32),
+        nodes.logits, *(getattr(nodes, f.name)[:0] for f in dataclasses.fields(Nodes)[1:10]), np.zeros(1, np.int32),
+        np.empty(0, np.int32), np.empty((0, 5), np.float32), np.empty(0, np.int32), *Masks.none(0),
     )  # fmt: skip
     assert decided(empty) == []
 
@@ -285,7 +321,8 @@ def test_no_nodes():
     [
         *(("temperature", value) for value in (np.nan, np.inf, -0.1)),
         ("top_k", -1),
-        *((name, value) for name in ("top_p", "min_p") for value in (np.nan, np.inf, 1.5, -0.1)),
+        ("order", 0x22),
+        *((name, value) for name in ("top_p", "min_p", "typical_p") for value in (np.nan, np.inf, 1.5, -0.1)),
     ],
 )
 def test_parameters_outside_their_range_are_refused(name, value, drawn):
@@ -305,16 +342,17 @@ def test_parameters_outside_their_range_are_refused(name, value, drawn):
 
 
 def test_wrong_arguments_are_refused():
-    one = np.ones(2, np.float32)
+    one = np.ones(1, np.float32)
+    edit = LateEdits(np.array([4], np.int32), one, one, one, one)
     good = {
-        "logits": np.zeros((2, 5), np.float32), "rows": np.arange(2, dtype=np.int32), "temperature": one,
-        "top_k": np.zeros(2, np.int32), "top_p": one, "min_p": one, "seed": np.zeros(2, np.uint64),
-        "position": np.zeros(2, np.int64), "child_start": np.array([0, 1, 2], np.int32),
+        "logits": np.zeros((2, 5), np.float32), "rows": np.arange(2, dtype=np.int32),
+        **native.spec(2, late=[edit, None])._asdict(), "child_start": np.array([0, 1, 2], np.int32),
         "child_tokens": np.array([0, 4], np.int32), "q": np.zeros((1, 5), np.float32),
         "child_q": np.array([-1, 0], np.int32),
+        "masks": np.full((1, 1), 31, np.uint32), "mask_rows": np.array([-1, 0], np.int32),
     }  # fmt: skip
     _native.reject(**good)
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position"):
+    for name in SpecArrays._fields[:8]:
         with pytest.raises(ValueError, match=f"{name} has 1 entries for 2 rows"):
             _native.reject(**{**good, name: good[name][:1]})
     for name, value, message in [
@@ -328,9 +366,26 @@ def test_wrong_arguments_are_refused():
         ("child_q", [-1], "child_q has 1 entries for 2 children"),
         ("child_q", [-1, 1], r"child_q\[1\] is 1; expected -1 or one of the 1 rows of q"),
         ("child_q", [-2, 0], r"child_q\[0\] is -2"),
+        ("edit_start", [0, 1], "edit_start must rise from 0 to the number of edits, 1, in 3 entries"),
+        ("edit_start", [0, 2, 1], "edit_start must rise"),
+        ("edit_start", [1, 1, 1], "edit_start must rise"),
+        ("edit_ids", [5], r"edit_ids\[0\] is 5, outside the vocabulary of 5 tokens"),
+        ("edit_ids", [-1], r"edit_ids\[0\] is -1, outside"),
+        ("mask_rows", [0], "mask_rows has 1 entries for 2 rows"),
+        ("mask_rows", [0, 1], r"mask_rows\[1\] is 1; expected -1 or one of the 1 masks"),
+        ("mask_rows", [-2, 0], r"mask_rows\[0\] is -2"),
     ]:
         with pytest.raises(ValueError, match=message):
             _native.reject(**{**good, name: np.array(value, np.int32)})
+    for name in ("edit_bias", "edit_factor", "edit_count", "edit_presence"):
+        with pytest.raises(ValueError, match=f"{name} has 2 entries for 1 edits"):
+            _native.reject(**{**good, name: one.repeat(2)})
+        with pytest.raises(ValueError, match=rf"{name}\[0\] is nan; it must be finite"):
+            _native.reject(**{**good, name: one * np.nan})
+    with pytest.raises(ValueError, match=r"edit_factor\[0\] is 0.0+; it must be finite, and a factor above 0"):
+        _native.reject(**{**good, "edit_factor": 0 * one})
+    with pytest.raises(ValueError, match="masks have 2 words a row; a vocabulary of 5 tokens takes 1"):
+        _native.reject(**{**good, "masks": np.zeros((1, 2), np.uint32)})
     with pytest.raises(ValueError, match="q has 4 columns for a vocabulary of 5 tokens"):
         _native.reject(**{**good, "q": np.zeros((1, 4), np.float32)})
     with pytest.raises(TypeError):

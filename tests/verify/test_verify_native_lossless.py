@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from forerun import _native
+from forerun.sample.masks import Masks
 from forerun.sample.transforms import exp32
 from forerun.verify import node, own_tokens, rejection, seeded_draws, token_noise
-from reference import chi_square
+from reference import chi_square, native
 from reference.verification import (
     CHAIN,
     RAGGED,
@@ -86,6 +87,7 @@ def walk(
             tokens[walking][children].astype(np.int32),
             q_rows,
             names.astype(np.int32),
+            *Masks.none(len(walking)),
         )
         ended, going = choice < 0, choice >= 0
         next_token[walking[ended]] = token[ended]
@@ -109,9 +111,7 @@ def score(world: World, knobs: dict[str, float], batch: Batch, mask: np.ndarray,
         grows = rows[level == n]
         if len(grows):
             logits = np.ascontiguousarray(world.tables[n][code[grows]])
-            own = _native.sample(
-                logits, np.arange(len(grows), dtype=np.int32), *spec(grows, np.full(len(grows), POSITION + n), knobs)
-            )
+            own = native.sample(logits, range(len(grows)), seed=grows, position=POSITION + n, **knobs)
             code[grows] = code[grows] * world.V + own
             level[grows] += 1
     return chi_square.statistic(np.bincount(code, minlength=world.V**world.length), world.joint)

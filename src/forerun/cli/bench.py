@@ -9,7 +9,7 @@ from functools import partial
 import typer
 
 from forerun import ops
-from forerun.cli import bench_speculate
+from forerun.cli import bench_constrain, bench_masks, bench_speculate
 from forerun.cli.bench_setup import (
     JSON,
     MODEL,
@@ -43,6 +43,8 @@ def register(app: typer.Typer) -> None:
         help="Time prefill and generation of equal requests that start together, by batch size.",
     )(_decode)
     group.command("speculate", help=bench_speculate.HELP)(bench_speculate.speculate)
+    group.command("constrain", help=bench_constrain.HELP)(bench_constrain.constrain)
+    group.command("masks", help=bench_masks.HELP)(bench_masks.masks)
     app.add_typer(group, name="bench")
 
 

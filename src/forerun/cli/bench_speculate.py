@@ -219,7 +219,7 @@ class TaskRunner:
         if failure is not None:
             raise failure
         spent = (after - at_first for after, at_first in zip(self._phases(), before, strict=True))
-        return measure.Trial(seconds, tuple(map(_run_of, outputs)), measure.Phases(*spent))
+        return measure.Trial(seconds, tuple(map(run_of, outputs)), measure.Phases(*spent))
 
     def _phases(self) -> measure.Phases:
         """Where the time of all steps so far went."""
@@ -240,7 +240,8 @@ def _most(task: Task) -> int:
     return task.max_tokens
 
 
-def _run_of(output: RequestOutput) -> measure.Run:
+def run_of(output: RequestOutput) -> measure.Run:
+    """A finished request as the benchmarks compare it."""
     stats, counts = output.stats, output.stats.speculation
     return measure.Run(
         text=output.text,

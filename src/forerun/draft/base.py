@@ -105,6 +105,8 @@ class DraftRow(NamedTuple):
     limits: for a drafter made of several, because they cost differently: by `DraftTree.drafter`, the most nodes of a
         tree of that name, 0 for one that isn't to be asked; "" is for all names that aren't there. None: `budget` for
         all.
+    ahead: tokens that come right after `tokens`, though they aren't committed yet (a grammar forces them): the tree is
+        to follow these. Only a drafter that `reads_ahead` gets any.
     """
 
     key: int
@@ -113,6 +115,7 @@ class DraftRow(NamedTuple):
     params: SamplingParams
     seed: int
     limits: Mapping[str, int] | None = None
+    ahead: Sequence[int] = ()
 
     def limited(self, name: str) -> DraftRow | None:
         """The row for the part of that name, with that part's budget; None if it isn't to be asked."""
@@ -137,6 +140,8 @@ class Drafter(Protocol):
     setup_seconds: float = 0.0
     """Time spent so far on what is done once for a request, such as running its prompt through a model of the drafter's
     own. It is no part of what a draft costs."""
+    reads_ahead: bool = False
+    """Whether it takes `DraftRow.ahead` into account; one that doesn't isn't asked where there is any."""
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[DraftTree]:
         """One tree for each row, in the same order; empty where there is nothing to propose."""

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from forerun import _native
 from forerun.sample.arrays import SpecArrays
+from forerun.sample.masks import Masks
 from forerun.sample.noise import Stream, stream_seed
 from forerun.sample.params import SamplingParams
 from forerun.sample.transforms import check_row, scale
@@ -150,7 +151,7 @@ def _coupled(logits: Floats, places: Sequence[Place], width: int) -> list[Candid
     spec = SpecArrays.of(
         (place.params for place in places), (place.seed for place in places), (place.position for place in places)
     )
-    best = _native.sample(logits, rows, *spec)
+    best = _native.sample(logits, rows, *spec, *Masks.none(len(rows)))
     near, logprobs, own = _native.top_logprobs(
         logits, rows, min(max(_NEAR, width), logits.shape[1]), np.maximum(best, 0)
     )

@@ -38,6 +38,7 @@ class CombinedDrafter(Drafter):
             raise ConfigurationError(f"confident={confident!r} is not allowed; expected a number from 0 to 1")
         self.first = first
         self.second = second
+        self.reads_ahead = first.reads_ahead or second.reads_ahead
         self._confident = float(confident)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
@@ -96,7 +97,9 @@ class CombinedDrafter(Drafter):
 
 
 def _view(row: DraftRow, part: Drafter) -> DraftRow | None:
-    """What a part is asked; one that is made of parts itself sees to the limits of those."""
+    """What a part is asked, if anything; one that is made of parts itself sees to the limits of those."""
+    if row.ahead and not part.reads_ahead:
+        return None
     return row if isinstance(part, CombinedDrafter) else row.limited(part.name)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from forerun import _native
-from forerun.draft.base import Drafter, DraftTree
+from forerun.draft.base import Drafter, DraftRow, DraftTree
 from forerun.draft.doubt import updated_doubt
 
 
@@ -21,7 +22,9 @@ class CopyState:
 
 
 class CopyingDrafter(Drafter):
-    """Keeps the states. A drafter adds `begin`, which makes one, and `propose`; states live in `_states`, by key."""
+    """Keeps the states. A drafter adds `begin`, which makes one, and `_draft`; states live in `_states`, by key."""
+
+    reads_ahead = True
 
     def __init__(self) -> None:
         self._states: dict[int, CopyState] = {}
@@ -35,6 +38,26 @@ class CopyingDrafter(Drafter):
     def state_bytes(self) -> int:
         """Memory of all requests' own indexes."""
         return sum(state.text.bytes for state in self._states.values())
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
+        """A draft of at most `budget` nodes for each row; empty where its text doesn't repeat anything."""
+        return [self._propose(row) for row in rows]
+
+    def _propose(self, row: DraftRow) -> DraftTree:
+        state = self._states[row.key]
+        text = state.text
+        text.follow(row.tokens)
+        if not row.ahead:
+            return self._draft(state, row.budget)
+        text.follow([*row.tokens, *row.ahead])
+        try:
+            return self._draft(state, row.budget)
+        finally:
+            text.truncate(len(row.tokens))
+
+    @abstractmethod
+    def _draft(self, state: CopyState, budget: int) -> DraftTree:
+        """What may follow the request's text."""
 
     def observe(self, key: int, tree: DraftTree, accepted: Sequence[int]) -> None:
         """The request's doubt follows what became of its drafts; trees of other drafters teach nothing."""

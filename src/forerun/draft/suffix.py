@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from forerun import _native
-from forerun.draft.base import MAX_NODES, NO_DRAFT, DraftRow, DraftTree
+from forerun.draft.base import MAX_NODES, NO_DRAFT, DraftTree
 from forerun.draft.copying import CopyingDrafter, CopyState
 from forerun.errors import ConfigurationError
 
@@ -107,16 +107,9 @@ class SuffixDrafter(CopyingDrafter):
         """A request starts; it sees finished texts of `scope` only."""
         self._states[key] = CopyState(_native.SuffixText(LENGTHS), scope_key(scope))
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
-        """A tree of at most `budget` nodes for each row; empty where nothing is likely enough."""
-        return [self._propose(row) for row in rows]
-
-    def _propose(self, row: DraftRow) -> DraftTree:
-        state = self._states[row.key]
-        state.text.follow(row.tokens)
-        budget = min(row.budget, MAX_NODES)
+    def _draft(self, state: CopyState, budget: int) -> DraftTree:
         tokens, parents, confidence = _native.propose_suffix(
-            state.text, self._store, state.scope, budget, self._rule, state.doubt
+            state.text, self._store, state.scope, min(budget, MAX_NODES), self._rule, state.doubt
         )
         return DraftTree(tokens, parents, confidence, drafter=self.name) if tokens else NO_DRAFT
 

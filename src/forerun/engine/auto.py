@@ -39,6 +39,7 @@ from collections.abc import Mapping, Sequence
 
 from forerun.draft.base import MAX_NODES, DraftTree
 from forerun.engine.acceptance import Acceptance, RequestAcceptance, cells_of
+from forerun.engine.forced import GRAMMAR
 from forerun.engine.goodput import best_alone, best_length, rank
 from forerun.engine.pace import Decision
 from forerun.engine.steptime import DraftCost, StepTimes
@@ -235,7 +236,8 @@ class AutoPace:
             request.position = position
             request.end = -1
             self._propose(request, tree)
-            survivals.append(request.survival if request.account > 0 and request.probe is None else ())
+            drafts = request.account > 0 or request.drafter.startswith(GRAMMAR)
+            survivals.append(request.survival if drafts and request.probe is None else ())
             cost = self._costs.get(request.drafter)
             if cost is not None:
                 seconds += cost.per_row + cost.per_node * len(tree)
@@ -289,7 +291,8 @@ class AutoPace:
             return
         request.tree = tree
         request.drafter = name
-        self._names.add(name)
+        if name != GRAMMAR:
+            self._names.add(name)
         if name not in self._free:
             request.vain = False
         if request.probe is not None and request.probe != name and name in self._costs:

@@ -11,7 +11,9 @@ import numpy.typing as npt
 from forerun import _native
 from forerun.draft.base import DraftTree
 from forerun.engine.output import TokenLogprob
+from forerun.errors import ConstraintError, ForerunError, NumericalError
 from forerun.sample.arrays import SpecArrays
+from forerun.sample.transforms import NOT_FINITE
 
 if TYPE_CHECKING:
     from forerun.engine.live import LiveRequest
@@ -29,8 +31,8 @@ class Choice(NamedTuple):
     """What the target says about a row.
 
     path: accepted nodes of its tree, root to leaf.
-    tokens: theirs, then the target's own. Without the latter if its scores were not numbers there; empty if they
-        weren't at the root.
+    tokens: theirs, then the target's own. Without the latter if none could be chosen there; empty if none could at the
+        root.
     logprobs: one for each token, if the request asked for them, else empty.
     """
 
@@ -44,9 +46,16 @@ class Walk:
 
     Args:
         output: index of the root among the step's outputs; node i is output + 1 + i.
+
+    Attributes:
+        mask: the root's row among the step's masks, or -1; mask_per_node: whether node i has row mask + 1 + i, and not
+            the root's.
+        error: why no token could be chosen at the root.
     """
 
-    __slots__ = ("_children", "live", "logprobs", "node", "output", "path", "tokens", "tree")
+    __slots__ = (
+        "_children", "error", "live", "logprobs", "mask", "mask_per_node", "node", "output", "path", "tokens", "tree",
+    )  # fmt: skip
 
     def __init__(self, live: LiveRequest, tree: DraftTree, output: int) -> None:
         self.live = live
@@ -56,6 +65,9 @@ class Walk:
         self.path: list[int] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.mask = -1
+        self.mask_per_node = False
+        self.error: ForerunError | None = None
         # Of siblings with the same token, the first.
         self._children: dict[tuple[int, int], int] = {}
         for node, key in enumerate(zip(tree.parents, tree.tokens, strict=True)):
@@ -66,14 +78,21 @@ class Walk:
         """The output of the node where the walk stands."""
         return self.output + 1 + self.node
 
+    @property
+    def mask_row(self) -> int:
+        """The mask of the node where the walk stands, or -1."""
+        return self.mask + 1 + self.node if self.mask_per_node else self.mask
+
     def take(self, token: int) -> bool:
         """Notes the target's token at this node (negative: none); goes on to the child that has it, if there is one."""
-        if token < 0:
-            return False
         return self.enter(self._children.get((self.node, token), -1), token)
 
     def enter(self, child: int, token: int) -> bool:
-        """Notes a token and goes on to the child that has it, if there is one (-1: none)."""
+        """Notes a token (negative: none could be chosen) and goes on to the child that has it, if there is one (-1)."""
+        if token < 0:
+            if not self.tokens:
+                self.error = nothing_chosen(self.live, token)
+            return False
         self.tokens.append(token)
         if child < 0:
             return False
@@ -121,8 +140,11 @@ class Chooser:
             while walk.take(best[walk.node + 1]):
                 pass
 
-    def sampled(self, walks: Sequence[Walk], logits: npt.NDArray[np.float32]) -> None:
-        """Walks rows that need logits float32[N, V]; output i is logits[i]. Logits are as before on return."""
+    def sampled(self, walks: Sequence[Walk], logits: npt.NDArray[np.float32], masks: npt.NDArray[np.uint32]) -> None:
+        """Walks rows that need logits float32[N, V]; output i is logits[i]. Logits are as before on return.
+
+        masks: uint32[M, ceil(V / 32)], of which each walk names its rows.
+        """
         active = list(walks)
         while active:
             at = np.array([walk.at for walk in active], dtype=np.int32)
@@ -131,7 +153,7 @@ class Chooser:
                 for walk, row in zip(active, at.tolist(), strict=True)
                 if walk.live.edits is not None
             ]
-            drawn = self._draw(active, at, logits)
+            drawn = self._draw(active, at, logits, masks)
             for row, values in saved:
                 values.restore(row)
             going: list[Walk] = []
@@ -143,23 +165,35 @@ class Chooser:
             active = going
 
     def _draw(
-        self, walks: Sequence[Walk], at: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]
+        self,
+        walks: Sequence[Walk],
+        at: npt.NDArray[np.int32],
+        logits: npt.NDArray[np.float32],
+        masks: npt.NDArray[np.uint32],
     ) -> list[tuple[int, int | None]]:
         """The token chosen at each walk's node, and for rejection rows the child that was accepted or -1."""
         rejecting = [walk.rejects for walk in walks]
+        mask_rows = np.array([walk.mask_row for walk in walks], dtype=np.int32)
         drawn: list[tuple[int, int | None]] = [(-1, None)] * len(walks)
         if not all(rejecting):
             which = [i for i, rejects in enumerate(rejecting) if not rejects]
             spec = _spec([walks[i] for i in which])
-            tokens = _native.sample(logits, at[which], *spec)
+            tokens = _native.sample(logits, at[which], *spec, masks, mask_rows[which])
             for i, token in zip(which, tokens.tolist(), strict=True):
                 drawn[i] = (token, None)
         for i, rejects in enumerate(rejecting):
             if rejects:
-                drawn[i] = self._reject(walks[i], at[i : i + 1], logits)
+                drawn[i] = self._reject(walks[i], at[i : i + 1], logits, masks, mask_rows[i : i + 1])
         return drawn
 
-    def _reject(self, walk: Walk, at: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]) -> tuple[int, int | None]:
+    def _reject(
+        self,
+        walk: Walk,
+        at: npt.NDArray[np.int32],
+        logits: npt.NDArray[np.float32],
+        masks: npt.NDArray[np.uint32],
+        mask_rows: npt.NDArray[np.int32],
+    ) -> tuple[int, int | None]:
         tree, children = walk.tree, walk.children()
         n = len(children)
         if tree.q is None:
@@ -169,6 +203,7 @@ class Chooser:
         choice, tokens = _native.reject(
             logits, at, *_spec([walk]), np.array([0, n], dtype=np.int32),
             np.array([tree.tokens[child] for child in children], dtype=np.int32), q, q_rows,
+            masks, mask_rows,
         )  # fmt: skip
         accepted = int(choice[0])
         return (tree.tokens[children[accepted]], children[accepted]) if accepted >= 0 else (int(tokens[0]), -1)
@@ -182,7 +217,29 @@ class Chooser:
         walk.logprobs.append(TokenLogprob(token, float(best.chosen[0]), tuple(pairs)))
 
 
+def nothing_chosen(live: LiveRequest, fault: int) -> ForerunError:
+    """Why the native sampler returned `fault` in place of a token."""
+    name = f"request {live.request.request_id!r}"
+    if fault == NOT_FINITE or (live.grammar is None and live.allowed is None and live.edits is None):
+        return NumericalError(f"{name}: {not_numbers(len(live.request.tokens))}")
+    return ConstraintError(
+        f"{name}: no token may come next at position {len(live.request.tokens)}: constraint, allowed_token_ids, "
+        "bad_words and min_tokens leave nothing together; loosen one of them"
+    )
+
+
+def not_numbers(position: int) -> str:
+    """What to say when the scores of the token at `position` are not numbers."""
+    return (
+        f"the model's scores are not numbers at position {position}: the weights are damaged or the activations "
+        "overflow; download the model again, or use another one"
+    )
+
+
 def _spec(walks: Sequence[Walk]) -> SpecArrays:
     return SpecArrays.of(
-        (walk.live.params for walk in walks), (walk.live.seed for walk in walks), (walk.position for walk in walks)
+        (walk.live.params for walk in walks),
+        (walk.live.seed for walk in walks),
+        (walk.position for walk in walks),
+        (None if walk.live.edits is None else walk.live.edits.late(walk.tokens) for walk in walks),
     )

@@ -6,12 +6,15 @@ import itertools
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from forerun.constrain.compiler import Grammar, GrammarCompiler
+from forerun.constrain.spec import Constraint
 from forerun.draft.base import MAX_NODES, Drafter
 from forerun.draft.registry import DraftContext, DrafterFactory, drafter_factory
 from forerun.engine.auto import AutoPace
@@ -25,12 +28,14 @@ from forerun.engine.checks import (
     listed_prompts,
     params_for_each,
 )
-from forerun.engine.choose import Chooser
+from forerun.engine.choose import Chooser, not_numbers
+from forerun.engine.handle import RequestHandle
 from forerun.engine.live import LiveRequest
-from forerun.engine.loop import Loop, RequestHandle, not_numbers
+from forerun.engine.loop import Loop
+from forerun.engine.masks import StepMasks
 from forerun.engine.output import EngineStats, Piece, RequestOutput
 from forerun.engine.pace import FixedPace, Pace
-from forerun.engine.request import Request
+from forerun.engine.request import Request, token_limit
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.speculate import Speculator
 from forerun.engine.steptime import step_times
@@ -165,7 +170,10 @@ class Engine:
                 cache=cache_dir() if cache_weights else None,
             )
             self.speculator = self._speculator(factory, length, fingerprint, context)
-        self._loop = Loop(self.scheduler, self.batch, self.executor, self.chooser, self.speculator)
+        masks = StepMasks(self.config.vocab_size)
+        self._compiler = GrammarCompiler(self.tokenizer)
+        self._loop = Loop(self.scheduler, self.batch, self.executor, self.chooser, self.speculator, masks)
+        weakref.finalize(self._loop, _close, self._compiler, masks).atexit = False
         if self.speculator is not None:
             # The loop outlives the engine where a handle is still used.
             weakref.finalize(self._loop, self.speculator.close).atexit = False
@@ -288,14 +296,29 @@ class Engine:
             if not isinstance(value, bool | np.bool_):
                 raise InvalidRequestError(f"{flag}={value!r} is not allowed; expected True or False")
         ids = self._prompt_ids(prompt)
+        grammar = self._grammar(params)
         with self._loop.lock:
             name = request_id or self._unused_id()
+            if name in self._loop.live:
+                raise InvalidRequestError(f"a request with id {name!r} is still live; use another id")
             live = LiveRequest(Request(name, ids, params, salt=scope), params, _seed(params), self.tokenizer)
             live.speculate = bool(speculate) and self.speculator is not None
             live.traced = bool(trace)
-            self.scheduler.add(live.request)
-            self._loop.live[name] = live
+            if grammar is not None:
+                # What it can't be served for is said now, though it isn't scheduled yet.
+                token_limit(live.request, self.max_model_len, self.pool.capacity_tokens)
+                if grammar.done():
+                    live.constrain(grammar.result())
+                    grammar = None
+            self._loop.submit(live, grammar)
         return RequestHandle(self._loop, live)
+
+    def compile_constraint(self, constraint: Constraint) -> None:
+        """Compiles a constraint now and waits for it, so that no request has to.
+
+        Compiled constraints are kept, as many as fit in a cache. Raises `InvalidConstraintError` if it can't be.
+        """
+        self._compiler.compile(constraint)
 
     def fork(self, handle: RequestHandle, params: SamplingParams | None = None) -> RequestHandle:
         """A second request that goes on from a live one's tokens and shares their KV (copied only where they part).
@@ -314,6 +337,13 @@ class Engine:
                 raise InvalidRequestError(
                     f"the output of request {handle.request_id!r} so far has no log-probabilities, so a fork can't "
                     "have them; ask for logprobs when the parent is submitted"
+                )
+            given = params.constraint
+            if given is not None and (parent.params.constraint is None or given.key != parent.params.constraint.key):
+                raise InvalidRequestError("a fork can't have a constraint that its parent doesn't have")
+            if given is not None and parent.grammar is None:
+                raise InvalidRequestError(
+                    f"request {handle.request_id!r} still waits for its constraint to be compiled; fork it later"
                 )
             seed = parent.seed if twin else _seed(params)
             request = self.scheduler.fork(parent.request, self._unused_id(), params)
@@ -406,6 +436,17 @@ class Engine:
             for handle in handles:
                 handle.cancel()
 
+    def _grammar(self, params: SamplingParams) -> Future[Grammar] | None:
+        if params.constraint is None:
+            return None
+        others = set(params.stop_token_ids) - self.tokenizer.eos_ids
+        if others:
+            raise InvalidRequestError(
+                f"stop_token_ids contains {min(others)}, which isn't an end token of the model: with a constraint it "
+                "could cut the text short of what the constraint demands; leave it out"
+            )
+        return self._compiler.submit(params.constraint)
+
     def _unused_id(self) -> str:
         return next(name for n in self._ids if (name := f"request-{n}") not in self._loop.live)
 
@@ -424,6 +465,11 @@ def _model_len(wanted: int | None, context: int, kv_blocks: int) -> int:
             f"max_model_len={length} is above the model's context of {context} tokens; lower it, or leave it out"
         )
     return length
+
+
+def _close(compiler: GrammarCompiler, masks: StepMasks) -> None:
+    compiler.close()
+    masks.close()
 
 
 def _seed(params: SamplingParams) -> int:

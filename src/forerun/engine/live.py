@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from forerun.constrain.compiler import Grammar
+from forerun.constrain.state import GrammarState
 from forerun.draft.base import DraftTree
 from forerun.engine.choose import Choice
 from forerun.engine.output import Piece, RequestOutput, RequestStats, TokenLogprob, TokenOrigin
@@ -13,7 +15,10 @@ from forerun.engine.tally import Tally
 from forerun.engine.text import TextStream
 from forerun.errors import ForerunError, InvalidRequestError
 from forerun.models.tokenizer import Tokenizer
+from forerun.sample.bad_words import token_sequences
 from forerun.sample.edits import LogitEdits
+from forerun.sample.masks import mask_of
+from forerun.sample.noise import nth_seed
 from forerun.sample.params import SamplingParams
 
 
@@ -24,14 +29,23 @@ class LiveRequest:
         request: what the scheduler owns.
         params: the caller's parameters.
         seed: of the sampling noise.
-        edits: history-dependent changes of the logits (penalties, bias, tokens banned before `min_tokens`), or None.
+        edits: history-dependent changes of the logits (penalties, bias, bad words, tokens banned before `min_tokens`),
+            or None.
         speculate: whether it may draft.
         traced: whether choices of draft length are kept.
         draft_key: names the request to drafter and pace; None: it hasn't drafted yet.
         tally: counts of drafting and verification.
+        grammar: where the text stands in its grammar; None without a constraint.
+        grammar_seconds: what the last step spent on it, masks aside.
+        allowed: uint32[ceil(V / 32)], the only tokens that may be chosen, as packed bits; None: all.
+        index: which of the texts of its group it is.
+        group: the texts that one submission asked for, as far as they have begun.
+        n_missing: those that haven't, and will when the prompt is computed.
     """
 
-    def __init__(self, request: Request, params: SamplingParams, seed: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: Request, params: SamplingParams, seed: int, tokenizer: Tokenizer, index: int = 0
+    ) -> None:
         self.request = request
         self.params = params
         self.seed = seed
@@ -44,16 +58,27 @@ class LiveRequest:
                 f"min_tokens={params.min_tokens}, but every token of the vocabulary ends the text; give fewer "
                 "stop_token_ids"
             )
-        self.edits = LogitEdits.of(params, request.prompt_ids, banned)
+        bad_words = token_sequences(params.bad_words, tokenizer.encode_plain, adds_space=tokenizer.strip_space)
+        self.edits = LogitEdits.of(params, request.prompt_ids, banned, bad_words)
         self.speculate = False
         self.traced = False
         self.draft_key: int | None = None
         self.tally = Tally()
+        self.grammar: GrammarState | None = None
+        self.grammar_seconds = 0.0
+        self.allowed = None
+        if params.allowed_token_ids is not None:
+            self.allowed = mask_of(params.allowed_token_ids, tokenizer.vocab_size)
+        self.index = index
+        self.group = [self]
+        self.n_missing = params.n - 1
+        self._compiled: Grammar | None = None
         self._text = TextStream(
             tokenizer,
             params.stop_strings,
             keep_stop=params.include_stop_str_in_output,
             skip_special=params.skip_special_tokens,
+            keep_space=params.constraint is not None,
         )
         self._logprobs: list[TokenLogprob] = []
         self._origins: list[TokenOrigin] = []
@@ -71,12 +96,19 @@ class LiveRequest:
         """Whether the next token can't be chosen by taking the largest score alone."""
         if not self.params.greedy or self.params.logprobs is not None:
             return True
+        if self.grammar is not None or self.allowed is not None:
+            return True
         return self.edits is not None and self.edits.applies(1)
 
     def started(self, now: float) -> None:
         """Notes the first step that ran the request."""
         if self._started is None:
             self._started = now
+
+    def constrain(self, grammar: Grammar) -> None:
+        """The text is to follow this grammar, from its beginning."""
+        self._compiled = grammar
+        self.grammar = grammar.start()
 
     def accept(self, choice: Choice, tree: DraftTree, now: float) -> tuple[int, FinishReason | None]:
         """Takes in the tokens that a step chose, one by one, up to the one that ends the request.
@@ -96,7 +128,7 @@ class LiveRequest:
             if token in self._ends and n > params.min_tokens:
                 # The end token's own text is not part of the answer.
                 reason = "stop"
-            elif self._text.push(token, may_stop=n >= params.min_tokens):
+            elif self._text.push(token, may_stop=n >= params.min_tokens) or self._completes(token):
                 reason = "stop"
             elif kept >= room:
                 reason = "length"
@@ -114,6 +146,16 @@ class LiveRequest:
             self.edits.append(choice.tokens[:kept])
         return kept, reason
 
+    def _completes(self, token: int) -> bool:
+        """Whether nothing but an end may follow this token, which is the next of the text. Then the end is left out."""
+        if self.grammar is None:
+            return False
+        began = time.perf_counter()
+        self.grammar.advance((token,))
+        completes = self.grammar.complete and self.request.n_output + 1 >= self.params.min_tokens
+        self.grammar_seconds += time.perf_counter() - began
+        return completes
+
     def decided(self, decision: Decision | None) -> None:
         """Notes a choice of draft length, to be taken with the next piece."""
         if decision is not None:
@@ -125,11 +167,26 @@ class LiveRequest:
         if params.logprobs is not None:
             twin._logprobs = self._logprobs.copy()
         twin.speculate, twin.traced = self.speculate, self.traced
+        twin.n_missing = 0
+        if params.constraint is not None and self.grammar is not None:
+            twin._compiled, twin.grammar = self._compiled, self.grammar.fork()
         twin._origins = self._origins.copy()
         if twin.edits is not None:
             twin.edits.append(request.output_ids)
         for token in request.output_ids:
             twin._text.push(token, may_stop=False)
+        return twin
+
+    def branch(self, request: Request, index: int) -> LiveRequest:
+        """The state of another text of the same prompt, `request` having been branched off from this one's."""
+        twin = LiveRequest(request, self.params, nth_seed(self.seed, index), self._tokenizer, index)
+        twin.speculate, twin.traced = self.speculate, self.traced
+        if self._compiled is not None:
+            twin.constrain(self._compiled)
+        twin.group = self.group
+        twin.n_missing = 0
+        twin._submitted = self._submitted
+        self.n_missing -= 1
         return twin
 
     def fail(self, error: ForerunError) -> None:
@@ -144,6 +201,7 @@ class LiveRequest:
     def ended(self, now: float) -> None:
         """Closes the text."""
         self._ended = now
+        self.grammar = self._compiled = None
         self._text.finish()
 
     def take_piece(self) -> Piece | None:
@@ -160,7 +218,7 @@ class LiveRequest:
         self._decisions.clear()
         self._taken = n
         self._end_taken = finished
-        return Piece(text, ids, logprobs, self.request.finish_reason, origins, decisions)
+        return Piece(text, ids, logprobs, self.request.finish_reason, origins, decisions, self.index)
 
     def output(self) -> RequestOutput:
         """The finished request. Raises what ended it, if it was an error."""
@@ -187,4 +245,5 @@ class LiveRequest:
                 total_seconds=self._ended - self._submitted,
                 speculation=self.tally.stats(),
             ),
+            sample_index=self.index,
         )

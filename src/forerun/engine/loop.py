@@ -5,21 +5,26 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
+from forerun.constrain.compiler import Grammar
 from forerun.draft.base import NO_DRAFT, DraftTree
+from forerun.engine.awaited import AwaitedGrammars, wait_for_one
 from forerun.engine.batch import StepBatch
 from forerun.engine.choose import Choice, Chooser, Walk
 from forerun.engine.live import LiveRequest
-from forerun.engine.output import Piece, RequestOutput
-from forerun.engine.request import FinishReason, RowPlan
+from forerun.engine.masks import StepMasks
+from forerun.engine.request import FinishReason, RequestState, RowPlan
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.speculate import Speculator
 from forerun.engine.tally import StepSeconds, Tally
-from forerun.errors import ForerunError, NumericalError
+from forerun.errors import ForerunError
 from forerun.models.executor import Executor
+
+_GRAMMAR_WAIT = 0.05  # seconds
 
 
 class _Uninterrupted:
@@ -53,6 +58,7 @@ class Loop:
 
     Attributes:
         live: requests that haven't ended, by id.
+        awaited: those of them that aren't scheduled yet, because their grammar is being compiled.
         tally: counts of all requests together.
         steps, step_seconds, preemptions: totals.
     """
@@ -64,13 +70,16 @@ class Loop:
         executor: Executor,
         chooser: Chooser,
         speculator: Speculator | None,
+        masks: StepMasks,
     ) -> None:
         self.scheduler = scheduler
         self.batch = batch
         self.executor = executor
         self.chooser = chooser
         self.speculator = speculator
+        self.masks = masks
         self.live: dict[str, LiveRequest] = {}
+        self.awaited = AwaitedGrammars()
         self.lock = threading.RLock()
         self.tally = Tally()
         self.steps = self.preemptions = 0
@@ -80,27 +89,54 @@ class Loop:
         self._doomed: list[LiveRequest] = []  # cancelled within a step, by the thread that runs it
 
     def step(self) -> bool:
-        """Runs one step for whoever has work; returns whether there was any."""
+        """Runs one step for whoever has work; returns whether there was any.
+
+        Where all that live wait for their grammars, it waits a moment for one.
+        """
         with self.lock, _Uninterrupted():
             if self._stepping:
                 raise ForerunError(
                     "a step is running in this thread; what runs within it, such as a drafter, can't run another"
                 )
-            if not self.scheduler.has_work:
-                return False
-            began = time.perf_counter()
-            self._stepping = True
+            self._admit()
+            if self.scheduler.has_work:
+                self._timed_step()
+                return True
+            futures = self.awaited.futures
+        wait_for_one(futures, _GRAMMAR_WAIT)
+        return bool(futures)
+
+    def _timed_step(self) -> None:
+        began = time.perf_counter()
+        self._stepping = True
+        try:
+            self._step(began)
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self.step_seconds += time.perf_counter() - began
+            self._stepping = False
+            while self._doomed:
+                self.cancel(self._doomed.pop())
+
+    def submit(self, live: LiveRequest, grammar: Future[Grammar] | None) -> None:
+        """Queues a request, or lets it wait for its grammar first."""
+        if grammar is None:
+            self.scheduler.add(live.request)
+        else:
+            self.awaited.add(live, grammar)
+        self.live[live.request.request_id] = live
+
+    def _admit(self) -> None:
+        """Queues the requests whose grammars have become ready."""
+        for live, grammar in self.awaited.ready():
             try:
-                self._step(began)
-            except BaseException:
-                self._abandon()
-                raise
-            finally:
-                self.step_seconds += time.perf_counter() - began
-                self._stepping = False
-                while self._doomed:
-                    self.cancel(self._doomed.pop())
-            return True
+                live.constrain(grammar.result())
+                self.scheduler.add(live.request)
+            except ForerunError as error:
+                live.fail(error)
+                self.finish(live, "error", time.perf_counter())
 
     def _abandon(self) -> None:
         """Nothing that a broken step wrote is trusted: its requests wait, to be computed again."""
@@ -122,6 +158,7 @@ class Loop:
         lives = [self.live[row.request.request_id] for row in rows]
         for live in lives:
             live.started(began)
+            live.grammar_seconds = 0.0
         # draft
         planned = time.perf_counter()
         trees: Sequence[DraftTree] = [NO_DRAFT] * len(rows)
@@ -142,23 +179,28 @@ class Loop:
             if lives[i].needs_logits:
                 n_logits = n_outputs
         best = self._argmax[:n_outputs]
+        uncertain = [w for w in walks.values() if w.output < n_logits]
         loaded = time.perf_counter()
-        logits = self.executor.forward(step, n_logits, best)
-        forwarded = time.perf_counter()
+        self.masks.begin(uncertain)
+        try:
+            logits = self.executor.forward(step, n_logits, best)
+            forwarded = time.perf_counter()
+        finally:
+            self.masks.finish()
         # verify
-        self.chooser.sampled([w for w in walks.values() if w.output < n_logits], logits)
+        self.chooser.sampled([w for w in uncertain if w.error is None], logits, self.masks.words)
         self.chooser.greedy([w for w in walks.values() if w.output >= n_logits], best)
         verified = time.perf_counter()
         # commit
         for i, row in enumerate(rows):
-            walk = walks.get(i)
-            self._commit(row, lives[i], trees[i], walk.choice() if walk else None, verified)
+            self._commit(row, lives[i], trees[i], walks.get(i), verified)
         self.steps += 1
         seconds = StepSeconds(
             draft=drafted - planned,
             forward=forwarded - loaded,
             verify=verified - forwarded,
             schedule=(planned - began) + (loaded - drafted) + (time.perf_counter() - verified),
+            masks=self.masks.seconds + sum(live.grammar_seconds for live in lives),
         )
         self.tally.seconds(seconds)
         for live in lives:
@@ -166,23 +208,24 @@ class Loop:
         if speculator:
             speculator.step(len(step.tokens), seconds)
 
-    def _commit(self, row: RowPlan, live: LiveRequest, tree: DraftTree, choice: Choice | None, now: float) -> None:
-        if choice is None:
+    def _commit(self, row: RowPlan, live: LiveRequest, tree: DraftTree, walk: Walk | None, now: float) -> None:
+        if walk is None:
             self.scheduler.commit(row, ())
-            self._count(row, live, tree, choice, 0)
+            self._count(row, live, tree, None, 0)
             return
+        choice = walk.choice()
         if tree and self.speculator:
             self.speculator.verdict(live, tree, choice.path)
-        if not choice.tokens:
+        if walk.error is not None:
             self._count(row, live, tree, choice, 0)
-            where = not_numbers(len(live.request.tokens))
-            live.fail(NumericalError(f"request {live.request.request_id!r}: {where}"))
+            live.fail(walk.error)
             self.finish(live, "error", now)
             return
         try:
             kept, reason = live.accept(choice, tree, now)
             self._settle(row, choice.path[: kept - 1])
             self.scheduler.commit(row, choice.tokens[:kept])
+            self._branch(live)
             self._count(row, live, tree, choice, kept)
             if reason is not None:
                 self.finish(live, reason, now)
@@ -195,6 +238,17 @@ class Loop:
                 ))  # fmt: skip
                 self.finish(live, "error", now)
             raise
+
+    def _branch(self, live: LiveRequest) -> None:
+        """Once a request's prompt is computed, its other texts (`SamplingParams.n`) go on from there."""
+        while live.n_missing:
+            index = len(live.group)
+            name = f"{live.request.request_id}/{index}"
+            while name in self.live:
+                name += "'"
+            twin = live.branch(self.scheduler.branch(live.request, name, live.params), index)
+            self.live[name] = twin
+            live.group.append(twin)
 
     def _count(self, row: RowPlan, live: LiveRequest, tree: DraftTree, choice: Choice | None, kept: int) -> None:
         """Counts a row, once nothing of it can fail any more: an interrupted step is done again and counts once."""
@@ -217,30 +271,17 @@ class Loop:
 
     def finish(self, live: LiveRequest, reason: FinishReason, now: float) -> None:
         """Ends a request and frees what it holds."""
-        self.scheduler.finish(live.request, reason)
+        if self.scheduler.get(live.request.request_id) is live.request:
+            self.scheduler.finish(live.request, reason)
+        else:
+            self.awaited.drop(live)
+            live.request.state = RequestState.FINISHED
+            live.request.finish_reason = reason
         self.batch.leave(live.request)
         self.live.pop(live.request.request_id, None)
         live.ended(now)
         if self.speculator:
             self.speculator.free(live)
-
-    def next_piece(self, live: LiveRequest) -> Piece | None:
-        """The request's next piece, stepping as needed; None after the last."""
-        while True:
-            with self.lock:
-                piece = live.take_piece()
-                if piece is not None:
-                    return piece
-                if live.request.finished:
-                    live.raise_error()
-                    return None
-            self.advance(live)
-
-    def advance(self, live: LiveRequest) -> None:
-        """One step, unless the request has ended."""
-        with self.lock:
-            if not live.request.finished:
-                self.step()
 
     def cancel(self, live: LiveRequest) -> None:
         """Ends a request that nobody waits for; within a step, right after it."""
@@ -252,47 +293,3 @@ class Loop:
                 self._doomed.append(live)
             else:
                 self.finish(live, "cancelled", time.perf_counter())
-
-
-class RequestHandle:
-    """A submitted request. Iterate for its pieces, or ask for the `result`; both drive the engine as needed."""
-
-    def __init__(self, loop: Loop, live: LiveRequest) -> None:
-        self._loop = loop
-        self._live = live
-
-    @property
-    def live(self) -> LiveRequest:
-        """The engine's own view of the request."""
-        return self._live
-
-    @property
-    def request_id(self) -> str:
-        """The request's id."""
-        return self._live.request.request_id
-
-    def __iter__(self) -> Iterator[Piece]:
-        while True:
-            piece = self._loop.next_piece(self._live)
-            if piece is None:
-                return
-            yield piece
-
-    def result(self) -> RequestOutput:
-        """The finished output. Raises what ended the request, if it was an error."""
-        while not self._live.request.finished:
-            self._loop.advance(self._live)
-        with self._loop.lock:  # another thread may be in the midst of the step that ends it
-            return self._live.output()
-
-    def cancel(self) -> None:
-        """Ends the request now and frees its memory; other requests are not touched. A finished one stays as it is."""
-        self._loop.cancel(self._live)
-
-
-def not_numbers(position: int) -> str:
-    """What to say when the scores of the token at `position` are not numbers."""
-    return (
-        f"the model's scores are not numbers at position {position}: the weights are damaged or the activations "
-        "overflow; download the model again, or use another one"
-    )

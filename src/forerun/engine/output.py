@@ -34,6 +34,7 @@ class Piece(str):
         finish_reason: set on the last piece.
         origins: where each token came from.
         decisions: the choices of draft length since the last piece, if the request is traced.
+        sample_index: which of the request's texts it belongs to (`SamplingParams.n`), from 0.
     """
 
     token_ids: tuple[int, ...]
@@ -41,6 +42,7 @@ class Piece(str):
     finish_reason: FinishReason | None
     origins: tuple[TokenOrigin, ...]
     decisions: tuple[Decision, ...]
+    sample_index: int
 
     def __new__(
         cls,
@@ -50,6 +52,7 @@ class Piece(str):
         finish_reason: FinishReason | None = None,
         origins: tuple[TokenOrigin, ...] = (),
         decisions: tuple[Decision, ...] = (),
+        sample_index: int = 0,
     ) -> Self:
         self = super().__new__(cls, text)
         self.token_ids = token_ids
@@ -57,6 +60,7 @@ class Piece(str):
         self.finish_reason = finish_reason
         self.origins = origins
         self.decisions = decisions
+        self.sample_index = sample_index
         return self
 
 
@@ -98,6 +102,8 @@ class SpeculationStats:
         forward_seconds: the target's forward pass.
         verify_seconds: choosing tokens and walking the trees.
         schedule_seconds: the rest of the step: planning, filling the batch, committing, text.
+        mask_seconds: what of these four went on grammars and wasn't hidden behind the forward: forced text, cutting
+            drafts, waiting for masks, following the text.
     """
 
     steps: int = 0
@@ -115,6 +121,7 @@ class SpeculationStats:
     forward_seconds: float = 0.0
     verify_seconds: float = 0.0
     schedule_seconds: float = 0.0
+    mask_seconds: float = 0.0
 
     @property
     def acceptance(self) -> float | None:
@@ -174,6 +181,9 @@ class RequestOutput:
             "cancelled".
         logprobs: one entry per token id if asked for, else empty.
         seed: the seed that the noise was drawn from; gives the same text again.
+        sample_index: which of the request's texts it is, from 0.
+        others: the request's other texts (`SamplingParams.n`), in order; those of a request that was cancelled before
+            its prompt was computed are missing.
     """
 
     text: str
@@ -183,6 +193,13 @@ class RequestOutput:
     logprobs: tuple[TokenLogprob, ...]
     seed: int
     stats: RequestStats
+    sample_index: int = 0
+    others: tuple[RequestOutput, ...] = ()
+
+    @property
+    def samples(self) -> tuple[RequestOutput, ...]:
+        """All texts of the request, this one first."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True, slots=True)

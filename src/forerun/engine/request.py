@@ -50,6 +50,7 @@ class Request:
             prompt plus max_tokens, cut to context and, for open-ended requests, pool).
         arrival: order of submission, smallest first.
         planned: this step's row between plan and commit, else None.
+        held: all its tokens are computed or were once, and it waits for `Scheduler.extend` to say which comes next.
         steps: steps in which the request had a row, prefill chunks included.
         preemptions: times that its KV was dropped to make room.
         prefix_hit_tokens: tokens found in the prefix cache, summed over all admissions.
@@ -58,6 +59,7 @@ class Request:
     __slots__ = (
         "arrival",
         "finish_reason",
+        "held",
         "limit",
         "n_prompt",
         "num_computed",
@@ -93,6 +95,7 @@ class Request:
         self.limit = 0
         self.arrival = -1
         self.planned: RowPlan | None = None
+        self.held = False
         self.steps = 0
         self.preemptions = 0
         self.prefix_hit_tokens = 0

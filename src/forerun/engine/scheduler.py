@@ -8,37 +8,28 @@ Why every request finishes: blocks are taken only from requests further back in 
 its first one is never preempted; if need be it gets every block, and a request that could not fit
 the empty pool was refused when it came. Each step thus computes at least one token of the first
 request, until its turn is over. Admission is in arrival order, and preempted requests go first.
+
+Requests of a group (the beams of a beam search) wait for each other: who has its scores is held until
+its next token is settled (`hold`, `extend`). What a held request has to say is known, so its KV is worth
+only the time to compute it again. "First" above therefore means the first that isn't held: it may take
+the blocks of held requests ahead of it, too, and where only held ones run, they make way for the queue,
+in which held ones are passed over. Until somebody's last token is computed, nobody is extended and the
+first stays the first; so somebody's is, within as many steps as the first has tokens, and what comes of
+it, a token or a beam's scores, isn't lost by preemption. A group thus needs room for one of its requests.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from forerun.engine.request import (
-    FinishReason,
-    Request,
-    RequestParams,
-    RequestState,
-    RowPlan,
-    StepPlan,
-    token_limit,
-)
-from forerun.errors import CapacityError, ConfigurationError, ForerunError, InvalidRequestError
-from forerun.kv import (
-    BlockCopy,
-    BlockPool,
-    BlockTable,
-    KVIntegrityError,
-    PoolExhausted,
-    PrefixCache,
-)
+from forerun.engine.queues import RequestQueues, ScheduleError, table_of
+from forerun.engine.request import Request, RequestState, RowPlan, StepPlan
+from forerun.errors import ConfigurationError
+from forerun.kv import BlockCopy, BlockPool, BlockTable, PoolExhausted, PrefixCache
 
-
-class ScheduleError(ForerunError, RuntimeError):
-    """The engine broke the order plan, commit or finish, plan: its fault, never a request's."""
+__all__ = ["ScheduleError", "Scheduler"]
 
 
 class _Chunk(NamedTuple):
@@ -51,10 +42,10 @@ class _Chunk(NamedTuple):
     samples: bool
 
 
-class Scheduler:
+class Scheduler(RequestQueues):
     """Plans steps over one `BlockPool`. Single-threaded: the engine loop calls it.
 
-    A step is `plan`, then for each row of the plan `commit` or `finish` (in any order), then the
+    A step is `plan`, then for each row of the plan `commit`, `hold` or `finish` (in any order), then the
     next `plan`; `abandon` ends a step that failed. `add`, `cancel` and `finish` are allowed at any
     time.
 
@@ -89,58 +80,8 @@ class Scheduler:
             )
         if max_model_len < 1:
             raise ConfigurationError(f"max_model_len must be at least 1, got {max_model_len}")
-        self.pool = pool
-        self.prefix_cache = prefix_cache
+        super().__init__(pool, prefix_cache, max_rows=max_rows, max_model_len=max_model_len)
         self.max_step_tokens = max_step_tokens
-        self.max_rows = max_rows
-        self.max_model_len = max_model_len
-        self._running: list[Request] = []
-        self._waiting: deque[Request] = deque()
-        self._live: dict[str, Request] = {}
-        self._arrivals = 0
-        # The head of the queue that did not fit, with the blocks left and the registrations of the
-        # cache then: a second look is of no use before one of them has grown.
-        self._blocked: tuple[Request, int, int] | None = None
-
-    @property
-    def has_work(self) -> bool:
-        """Whether any request is running or waiting."""
-        return bool(self._running or self._waiting)
-
-    @property
-    def running(self) -> Sequence[Request]:
-        """Requests that hold KV, in arrival order (live view)."""
-        return self._running
-
-    @property
-    def waiting(self) -> Iterator[Request]:
-        """Requests in the queue, next one first."""
-        return iter(self._waiting)
-
-    def get(self, request_id: str) -> Request | None:
-        """The live request of that id, or None."""
-        return self._live.get(request_id)
-
-    def add(self, request: Request) -> None:
-        """Queue a new request and set its `limit` and `arrival`.
-
-        Raises:
-            CapacityError: it can never fit the context or the pool, even alone.
-            InvalidRequestError: empty prompt, negative max_tokens, an id in use, or a request used
-                before.
-        """
-        self._check_new(request)
-        request.limit = token_limit(request, self.max_model_len, self.pool.capacity_tokens)
-        request.arrival = self._arrivals
-        self._arrivals += 1
-        self._live[request.request_id] = request
-        self._waiting.append(request)
-
-    def _check_new(self, request: Request) -> None:
-        if request.request_id in self._live:
-            raise InvalidRequestError(f"a request with id {request.request_id!r} is still live; use another id")
-        if request.arrival >= 0 or request.state is not RequestState.WAITING:
-            raise InvalidRequestError(f"request {request.request_id!r} was submitted before; make a new Request")
 
     def plan(self, draft_lengths: Mapping[Request, int] | None = None) -> StepPlan:
         """Choose the rows of the next step and give them slots.
@@ -163,13 +104,17 @@ class Scheduler:
         # blocks.
         if self._waiting and left > 0 and not preempted:
             left = self._admit(prefills, left)
+            if not decodes and not prefills:
+                left = self._make_way(prefills, left, preempted)
         chunks = decodes + prefills
         drafts = (
             self._deal_drafts(chunks, draft_lengths, left, copies) if draft_lengths and left > 0 else [0] * len(chunks)
         )
         if not chunks and self.has_work:
             raise ScheduleError(
-                "no request can advance, because tables outside the scheduler hold the KV pool's blocks; free them"
+                "no request can advance: every one is held; extend or finish one of them"
+                if all(request.held for request in self._live.values())
+                else "no request can advance, because tables outside the scheduler hold the KV pool's blocks; free them"
             )
         rows: list[RowPlan] = []
         for (request, _, start, count, samples), n_drafts in zip(chunks, drafts, strict=True):
@@ -194,16 +139,22 @@ class Scheduler:
         running = self._running
         n_decodes = 0
         for request in running:
+            if request.held:
+                continue
             known = len(request.tokens) - request.num_computed
             if request.planned is not None or known < 1 or (request.n_output > 0 and request.at_limit):
                 raise ScheduleError(_misuse(request))
             n_decodes += known == 1
         left = self.max_step_tokens - n_decodes
         index = 0
+        first = True
         while index < len(running):
             request = running[index]
             index += 1
-            table = _table(request)
+            if request.held:
+                continue
+            held_ahead, first = (index - 1 if first else 0), False
+            table = table_of(request)
             start = request.num_computed
             known = len(request.tokens) - start
             count = 1 if known == 1 else min(known, left)
@@ -212,8 +163,9 @@ class Scheduler:
             try:
                 copy = table.append_slots(count)
             except PoolExhausted:
-                count, freed = self._make_room(index, table, count, preempted)
+                count, freed = self._make_room(index, table, count, preempted, held_ahead)
                 left += freed
+                index = min(index, len(running))
                 if count == 0:
                     left += known == 1
                     continue
@@ -227,11 +179,14 @@ class Scheduler:
                 left -= count
         return left
 
-    def _make_room(self, behind: int, table: BlockTable, count: int, preempted: list[Request]) -> tuple[int, int]:
+    def _make_room(
+        self, behind: int, table: BlockTable, count: int, preempted: list[Request], held_ahead: int = 0
+    ) -> tuple[int, int]:
         """Preempt from the end of the running list down to `behind`, until `table` has room.
 
-        Returns the tokens that fit now (0 when nobody younger is left: the request keeps its KV and
-        waits for a step), and the budget that the preempted decodes had set aside.
+        When that isn't enough, the `held_ahead` held requests before the one that asks follow, nearest
+        first. Returns the tokens that fit now (0 when nobody is left: the request keeps its KV and waits
+        for a step), and the budget that the preempted decodes had set aside.
         """
         running = self._running
         freed = 0
@@ -239,23 +194,30 @@ class Scheduler:
         while fits == 0 and len(running) > behind:
             victim = running.pop()
             freed += len(victim.tokens) - victim.num_computed == 1
-            self._requeue(victim)
-            preempted.append(victim)
+            self._preempt(victim, preempted)
+            fits = table.room(count)
+        while fits == 0 and held_ahead > 0:
+            held_ahead -= 1
+            self._preempt(running.pop(held_ahead), preempted)
             fits = table.room(count)
         return fits, freed
 
-    def _requeue(self, request: Request) -> None:
-        """Drop the KV of a request that has left the running list, and let it wait at the front."""
-        _table(request).free()
-        request.table = None
-        request.num_computed = 0
-        request.planned = None
-        request.state = RequestState.WAITING
-        request.preemptions += 1
-        self._waiting.appendleft(request)
+    def _make_way(self, prefills: list[_Chunk], left: int, preempted: list[Request]) -> int:
+        """Preempt held requests, last one first, until one that isn't held is admitted; returns the budget left."""
+        running = self._running
+        if all(request.held for request in self._waiting) or not all(request.held for request in running):
+            return left
+        while running and not prefills:
+            self._preempt(running.pop(), preempted)
+            left = self._admit(prefills, left)
+        return left
+
+    def _preempt(self, victim: Request, preempted: list[Request]) -> None:
+        self._requeue(victim)
+        preempted.append(victim)
 
     def _admit(self, prefills: list[_Chunk], left: int) -> int:
-        """Admit waiting requests in order while rows, budget and blocks last; returns what is left.
+        """Admit waiting requests that aren't held in order while rows, budget and blocks last; returns what is left.
 
         A request is admitted when all its known tokens fit beside what running prefills have yet to
         take and one block of growth for each running row; otherwise it'd soon be preempted, or
@@ -266,10 +228,12 @@ class Scheduler:
             return left
         slack = pool.n_free - len(running)
         for request in running:
-            slack -= pool.blocks_for(len(request.tokens)) - len(_table(request).blocks)
+            slack -= pool.blocks_for(len(request.tokens)) - len(table_of(request).blocks)
         cached = cache.registrations if cache is not None else 0
-        while waiting and left > 0 and len(running) < self.max_rows:
-            request = waiting[0]
+        while left > 0 and len(running) < self.max_rows:
+            request = next((request for request in waiting if not request.held), None)
+            if request is None:
+                return left
             seen = self._blocked
             if seen and running and request is seen[0] and slack <= seen[1] and cached == seen[2]:
                 return left
@@ -283,7 +247,7 @@ class Scheduler:
             if need > slack:
                 self._blocked = (request, slack, cached)
                 return left
-            waiting.popleft()
+            waiting.remove(request)
             self._blocked = None
             table = BlockTable(pool)
             if cache is not None:
@@ -344,7 +308,7 @@ class Scheduler:
             raise ScheduleError(
                 f"{request!r}: can't trim {row.draft_count} draft slots to {draft_count}, or the row isn't planned"
             )
-        _table(request).truncate(row.start + row.count + draft_count)
+        table_of(request).truncate(row.start + row.count + draft_count)
         trimmed = replace(row, draft_count=draft_count)
         request.planned = trimmed
         return trimmed
@@ -365,133 +329,63 @@ class Scheduler:
         request = row.request
         if request.state is RequestState.FINISHED:
             return
-        if request.planned is not row:
-            raise ScheduleError(f"{request!r}: committed a row that is not of the current plan")
+        self._check_planned(row)
         n = len(tokens)
         room = min(row.draft_count + 1, request.limit - len(request.tokens)) if row.samples else 0
         if n > room or (n == 0 and room > 0):
             raise ScheduleError(f"{request!r}: {n} tokens committed, but the row allows {min(1, room)} to {room}")
+        request.tokens.extend(tokens)
+        self._computed(row, row.start + row.count + max(0, n - 1))
+
+    def hold(self, row: RowPlan) -> None:
+        """Record a row whose next token isn't settled yet: all its tokens are computed, and none follows.
+
+        The request keeps its KV and isn't planned until `extend`. Does nothing when the request was
+        finished meanwhile.
+
+        Raises:
+            ScheduleError: the row isn't of the request's current plan, or doesn't sample.
+        """
+        request = row.request
+        if request.state is RequestState.FINISHED:
+            return
+        self._check_planned(row)
+        if not row.samples:
+            raise ScheduleError(f"{request!r}: a row can be held only where its scores choose a token; commit it")
+        self._computed(row, row.start + row.count)
+        request.held = True
+
+    def extend(self, request: Request, token: int) -> None:
+        """Settle the next token of a held request, which is planned again from then on.
+
+        One that was preempted while it was held takes its place in the queue.
+
+        Raises:
+            ScheduleError: the request isn't held, or is at its limit.
+        """
+        if not request.held:
+            raise ScheduleError(f"{request!r} isn't held, so its tokens come from commit")
+        if request.at_limit:
+            raise ScheduleError(f"{request!r} is at its limit of {request.limit} tokens; finish it")
+        request.tokens.append(token)
+        request.held = False
+
+    def _check_planned(self, row: RowPlan) -> None:
+        if row.request.planned is not row:
+            raise ScheduleError(f"{row.request!r}: committed a row that is not of the current plan")
+
+    def _computed(self, row: RowPlan, n_tokens: int) -> None:
+        """The first `n_tokens` tokens are computed, and what the row has slots for beyond them is given back."""
+        request = row.request
         request.planned = None
         request.steps += 1
-        computed = row.start + row.count
-        if n:
-            request.tokens.extend(tokens)
-            computed += n - 1
-        request.num_computed = computed
-        table = _table(request)
-        if table.n_tokens != computed:
-            table.truncate(computed)
+        request.num_computed = n_tokens
+        table = table_of(request)
+        if table.n_tokens != n_tokens:
+            table.truncate(n_tokens)
         cache = self.prefix_cache
-        if cache is not None and computed // self.pool.block_size > table.n_cached:
+        if cache is not None and n_tokens // self.pool.block_size > table.n_cached:
             cache.register(table, request.tokens, request.salt)
-
-    def finish(self, request: Request, reason: FinishReason) -> bool:
-        """End a request and free its KV (full blocks stay in the prefix cache).
-
-        Returns False, changing nothing, when it had already ended: the first reason stands.
-
-        Raises:
-            ScheduleError: the request was never added here.
-        """
-        if request.state is RequestState.FINISHED:
-            return False
-        if self._live.pop(request.request_id, None) is not request:
-            raise ScheduleError(f"{request!r} doesn't belong to this scheduler; add it first")
-        if request.state is RequestState.RUNNING:
-            self._running.remove(request)
-            _table(request).free()
-            request.table = None
-        else:
-            self._waiting.remove(request)
-        self._blocked = None
-        request.planned = None
-        request.state = RequestState.FINISHED
-        request.finish_reason = reason
-        return True
-
-    def cancel(self, request: Request) -> bool:
-        """`finish` with reason "cancelled"; also allowed between plan and commit."""
-        return self.finish(request, "cancelled")
-
-    def abandon(self) -> None:
-        """End a step whose forward failed or was interrupted: nothing that it wrote is trusted.
-
-        Requests with a row that is neither committed nor finished, or with slots from a plan that was
-        never finished, go back to the front of the queue, to be computed again.
-        """
-        for request in reversed([r for r in self._running if r.planned or _table(r).n_tokens != r.num_computed]):
-            self._running.remove(request)
-            self._requeue(request)
-
-    def fork(self, request: Request, request_id: str, params: RequestParams | None = None) -> Request:
-        """A new request that continues from the same tokens and shares the KV blocks.
-
-        Without a free row it waits first in the queue, and its KV is recomputed or found in the
-        prefix cache; the fork of a waiting request waits behind it. Counters start at 0.
-
-        Raises:
-            ScheduleError: the request isn't live, or is in the middle of a step.
-            CapacityError, InvalidRequestError: as for `add`.
-        """
-        if self._live.get(request.request_id) is not request or request.planned is not None:
-            raise ScheduleError(f"{request!r} can be forked only while live and between two steps")
-        child = Request(request_id, request.tokens, params or request.params, salt=request.salt)
-        child.n_prompt = request.n_prompt
-        self._check_new(child)
-        child.limit = token_limit(child, self.max_model_len, self.pool.capacity_tokens)
-        if request.n_output and child.at_limit:
-            raise CapacityError(
-                f"request {request_id!r} would start with {request.n_output} output tokens, its "
-                f"whole "
-                f"max_tokens; raise max_tokens"
-            )
-        child.arrival = request.arrival
-        self._live[request_id] = child
-        if request.state is RequestState.RUNNING and len(self._running) < self.max_rows:
-            child.table = _table(request).fork()
-            child.num_computed = request.num_computed
-            child.state = RequestState.RUNNING
-            self._running.insert(self._running.index(request) + 1, child)
-        elif request.state is RequestState.RUNNING:
-            self._waiting.appendleft(child)
-        else:
-            self._waiting.insert(self._waiting.index(request) + 1, child)
-        return child
-
-    def check_integrity(self, others: Iterable[BlockTable] = ()) -> None:
-        """Verify pool, cache, tables and queues; `others` are tables that the caller holds besides.
-
-        Raises:
-            KVIntegrityError: saying what is wrong.
-        """
-        tables = [_table(request) for request in self._running]
-        self.pool.check_integrity([*tables, *others])
-        if self.prefix_cache is not None:
-            self.prefix_cache.check_integrity()
-        for request, table in zip(self._running, tables, strict=True):
-            planned = request.planned
-            slots = request.num_computed
-            if planned is not None:
-                slots += planned.count + planned.draft_count
-            if table.n_tokens != slots or len(table.blocks) != self.pool.blocks_for(slots):
-                raise KVIntegrityError(
-                    f"{request!r} should have {slots} slots, but its table has {table.n_tokens} in "
-                    f"{len(table.blocks)} blocks"
-                )
-            if request.state is not RequestState.RUNNING:
-                raise KVIntegrityError(f"{request!r} is in the running list")
-        for request in self._waiting:
-            if request.state is not RequestState.WAITING or request.table is not None:
-                raise KVIntegrityError(f"{request!r} is in the queue, but holds KV or isn't waiting")
-        if len(self._live) != len(self._running) + len(self._waiting):
-            raise KVIntegrityError("a live request is neither running nor waiting")
-
-
-def _table(request: Request) -> BlockTable:
-    table = request.table
-    if table is None:
-        raise KVIntegrityError(f"{request!r} has no block table, but it should be running")
-    return table
 
 
 def _misuse(request: Request) -> str:

@@ -7,18 +7,22 @@ import itertools
 import math
 import operator
 import secrets
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar, overload
 
 import numpy as np
 
+from forerun.constrain.state import GrammarState
 from forerun.draft.base import MAX_NODES, NO_DRAFT, Drafter, DraftRow, DraftTree
+from forerun.engine.forced import cut_to_grammar, forced_draft, joined
 from forerun.engine.live import LiveRequest
 from forerun.engine.pace import Pace
 from forerun.engine.request import Request, RowPlan
 from forerun.engine.tally import StepSeconds
-from forerun.errors import DraftError, DraftWarning
+from forerun.errors import ConstraintError, DraftError, DraftWarning
 
 T = TypeVar("T")
 
@@ -43,6 +47,19 @@ class _Committed(Sequence[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._tokens)
+
+
+def _grammatical(live: LiveRequest, draft: Callable[[GrammarState], DraftTree]) -> DraftTree:
+    """A draft that looks at the request's grammar, if it has one; the time is the grammar's."""
+    if live.grammar is None:
+        return NO_DRAFT
+    began = time.perf_counter()
+    try:
+        return draft(live.grammar)
+    except ConstraintError:
+        return NO_DRAFT  # the mask of the step itself will say so
+    finally:
+        live.grammar_seconds += time.perf_counter() - began
 
 
 class Speculator:
@@ -131,20 +148,35 @@ class Speculator:
         n_tokens = sum(row.count for row in rows)
         n_deciding = sum(row.samples for row in rows)
         granted = [rows[i].draft_count for i, _ in asked]
+        proposed: dict[int, DraftTree] = {}
+        for place, (i, _) in enumerate(asked):
+            # It is free and all but certain; a drafter can at best say what follows it.
+            forced = _grammatical(lives[i], partial(forced_draft, budget=granted[place]))
+            if forced:
+                proposed[i] = forced
+                granted[place] = granted[place] - len(forced) if self.drafter.reads_ahead else 0
         budgets = self.pace.budget([key for _, key in asked], granted, n_tokens, n_deciding)
         wanted = [(i, key, budget) for (i, key), budget in zip(asked, budgets, strict=True) if budget > 0]
-        if not wanted:
-            return
         views = [
-            DraftRow(key, _Committed(live.request.tokens), budget, live.params, live.seed, self.pace.limits(key))
-            for live, key, budget in ((lives[i], key, budget) for i, key, budget in wanted)
-        ]
-        proposed = self._proposals(views)
-        self._n_proposed = sum(len(tree) for tree in proposed)
-        keys = [key for _, key, _ in wanted]
-        kept = self.pace.cut(keys, [len(view.tokens) for view in views], proposed, n_tokens)
-        chosen = [(i, tree.first(n)) for (i, _, _), tree, n in zip(wanted, proposed, kept, strict=True)]
-        for i, tree in chosen:
+            DraftRow(
+                key, _Committed(lives[i].request.tokens), budget, lives[i].params, lives[i].seed,
+                self.pace.limits(key), proposed.get(i, NO_DRAFT).tokens,
+            )
+            for i, key, budget in wanted
+        ]  # fmt: skip
+        if views:
+            for (i, _, _), tree in zip(wanted, self._proposals(views), strict=True):
+                self._n_proposed += len(tree)
+                proposed[i] = joined(proposed.get(i, NO_DRAFT), tree)
+                if lives[i].grammar is not None:
+                    proposed[i] = _grammatical(lives[i], partial(cut_to_grammar, tree=proposed[i]))
+        if not proposed:
+            return
+        keys = [key for i, key in asked if i in proposed]
+        rows_drafted = [i for i, _ in asked if i in proposed]
+        lengths = [len(lives[i].request.tokens) for i in rows_drafted]
+        kept = self.pace.cut(keys, lengths, [proposed[i] for i in rows_drafted], n_tokens)
+        for i, tree in [(i, proposed[i].first(n)) for i, n in zip(rows_drafted, kept, strict=True)]:
             trees[i] = tree
 
     def verdict(self, live: LiveRequest, tree: DraftTree, path: Sequence[int]) -> None:

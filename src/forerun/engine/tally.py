@@ -9,12 +9,13 @@ from forerun.engine.output import DrafterCounts, SpeculationStats
 
 
 class StepSeconds(NamedTuple):
-    """Wall-clock seconds of the parts of a step."""
+    """Wall-clock seconds of the parts of a step; `masks` is how much of them went on grammars."""
 
     draft: float
     forward: float
     verify: float
     schedule: float
+    masks: float = 0.0
 
 
 class Tally:
@@ -22,13 +23,15 @@ class Tally:
 
     __slots__ = (
         "_accepted_at", "_by_drafter", "_proposed_at", "accepted", "computed", "cut", "decisions", "draft_seconds",
-        "drafted", "emitted", "forward_seconds", "proposed", "schedule_seconds", "steps", "verify_seconds",
+        "drafted", "emitted", "forward_seconds", "mask_seconds", "proposed", "schedule_seconds", "steps",
+        "verify_seconds",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.steps = self.decisions = self.drafted = self.proposed = 0
         self.computed = self.accepted = self.cut = self.emitted = 0
         self.draft_seconds = self.forward_seconds = self.verify_seconds = self.schedule_seconds = 0.0
+        self.mask_seconds = 0.0
         self._proposed_at: list[int] = []
         self._accepted_at: list[int] = []
         self._by_drafter: dict[str, list[int]] = {}
@@ -72,6 +75,7 @@ class Tally:
         self.forward_seconds += step.forward
         self.verify_seconds += step.verify
         self.schedule_seconds += step.schedule
+        self.mask_seconds += step.masks
 
     def stats(self) -> SpeculationStats:
         """The counts so far."""
@@ -91,4 +95,5 @@ class Tally:
             forward_seconds=self.forward_seconds,
             verify_seconds=self.verify_seconds,
             schedule_seconds=self.schedule_seconds,
+            mask_seconds=self.mask_seconds,
         )

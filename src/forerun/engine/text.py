@@ -10,11 +10,20 @@ from forerun.models.tokenizer import StreamDecoder, Tokenizer
 class TextStream:
     """Decodes a request's output token by token and watches for its stop strings.
 
-    Text that could be the beginning of a stop string is held back until it is clear that it isn't.
+    Text that could be the beginning of a stop string is held back until it is clear that it isn't. `keep_space`: a
+    leading space is the text's own, even where the tokenizer would take it for its own.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, keep_stop: bool, skip_special: bool) -> None:
-        self._decoder = StreamDecoder(tokenizer, skip_special=skip_special)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        *,
+        keep_stop: bool,
+        skip_special: bool,
+        keep_space: bool = False,
+    ) -> None:
+        self._decoder = StreamDecoder(tokenizer, skip_special=skip_special, keep_space=keep_space)
         self._stops = tuple(stops)
         self._keep_stop = keep_stop
         self._longest = max((len(s) for s in stops), default=0)

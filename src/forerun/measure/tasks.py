@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from forerun.errors import InvalidRequestError
 
@@ -27,21 +27,23 @@ class Task(NamedTuple):
 
     task_id: unique in its file. category: "code_edit/rename" and the like belong to "code_edit", too.
     prompt: the user's message. max_tokens: the most that its answer needs; None where the file doesn't say.
+    schema: JSON Schema of the answer; None where the file doesn't give one.
     """
 
     task_id: str
     category: str
     prompt: str
     max_tokens: int | None
+    schema: Mapping[str, Any] | None = None
 
 
 def read_tasks(path: Path, limit: int | None = None) -> list[Task]:
     """The tasks of a .jsonl file, in its order; with `limit` the first so many of each category.
 
-    Two forms of lines are read: {"task_id", "category", "prompt", "max_tokens" (optional)}, and Spec-Bench's
-    {"question_id", "category", "turns"}, of which the first turn is the prompt. Other fields are ignored. Raises
-    `InvalidRequestError`, which names the line, for what is neither, for control characters in ids and categories, for
-    texts that UTF-8 can't hold, and for files without tasks.
+    Two forms of lines are read: {"task_id", "category", "prompt", "max_tokens" and "schema" (optional)}, and
+    Spec-Bench's {"question_id", "category", "turns"}, of which the first turn is the prompt. Other fields are ignored.
+    Raises `InvalidRequestError`, which names the line, for what is neither, for control characters in ids and
+    categories, for texts that UTF-8 can't hold, and for files without tasks.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -106,7 +108,10 @@ def _task(entry: object) -> Task:
     most = entry.get("max_tokens")
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise ValueError(f"max_tokens={most!r} is not allowed; expected a number from 1, or none")
-    return Task(_name(entry, "task_id"), _name(entry, "category"), _text(entry, "prompt"), most)
+    schema = entry.get("schema")
+    if schema is not None and not isinstance(schema, dict):
+        raise ValueError("schema must be a JSON object, or none")
+    return Task(_name(entry, "task_id"), _name(entry, "category"), _text(entry, "prompt"), most, schema)
 
 
 def _text(entry: Mapping[str, object], field: str) -> str:

@@ -172,11 +172,13 @@ class StreamDecoder:
     """Decodes ids as they come. Pieces never end inside a UTF-8 character.
 
     All that `push` returned since the start or the last `flush`, and then `flush`, joined, are
-    exactly `tokenizer.decode` of all the ids pushed.
+    exactly `tokenizer.decode` of all the ids pushed (`keep_space`: with the leading space that it
+    may drop).
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, keep_space: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._strip_space = tokenizer.strip_space and not keep_space
         self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._at_start = True
@@ -192,7 +194,7 @@ class StreamDecoder:
         )
         if self._at_start and added:
             self._at_start = False
-            if tokenizer.strip_space:
+            if self._strip_space:
                 added = added.removeprefix(b" ")
         return self._decoder.decode(added)
 

@@ -1,4 +1,4 @@
-"""What a request's history does to its logits: bias, penalties, and end tokens that come too early.
+"""What a request's history does to its logits: bias, penalties, end tokens that come too early, and bad words.
 
 For a position with prompt P and output O before it (O includes the drafts on the way to a node of a
 draft tree), the logit x of each token becomes, in float32 and in this order:
@@ -10,11 +10,16 @@ draft tree), the logit x of each token becomes, in float32 and in this order:
    to float32 first.
 4. **presence_penalty** p: x - p for each token that occurs in O.
 5. **min_tokens**: -inf for the tokens that end the text, while O has fewer than min_tokens tokens.
+6. **bad_words**: -inf for the last token of a sequence whose other tokens end P and O
+   (forerun.sample.bad_words).
 
 Then follow temperature and what forerun.sample.transforms describes. This is the order of Hugging
-Face's processors (sequence bias, repetition penalty, minimum length, then the warpers); it has no
-presence and frequency penalties, which are OpenAI's formula. A knob that is off is no operation.
+Face's processors (sequence bias, repetition penalty, bad words, minimum length, then the warpers); it
+has no presence and frequency penalties, which are OpenAI's formula. A knob that is off is no operation.
 The values are used in float32; a bias or penalty that float32 rounds to "off" is off.
+
+1 to 4 are the stage "penalties" of `SamplingParams.order`. Where it doesn't come first, the sampler
+applies them at their place (`LogitEdits.late`); 5 and 6 come before everything in any order.
 
 Only the tokens named above are touched, so a row costs by its history and not by its vocabulary.
 """
@@ -28,6 +33,8 @@ from typing import Final, Self
 import numpy as np
 import numpy.typing as npt
 
+from forerun.sample.arrays import LateEdits
+from forerun.sample.bad_words import BadWords
 from forerun.sample.noise import Float32s
 from forerun.sample.params import SamplingParams
 
@@ -45,7 +52,7 @@ class Saved:
     """The raw logits that an `apply` overwrote; valid whatever happens to the edits afterwards.
 
     Attributes:
-        ids: intp[n], distinct token ids.
+        ids: intp[n], token ids; one that is there twice has its value twice.
         values: float32[n], their logits before.
     """
 
@@ -67,7 +74,16 @@ class LogitEdits:
     beginning share that work.
     """
 
-    def __init__(self, params: SamplingParams, prompt_ids: Iterable[int], banned: Iterable[int]) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Iterable[int],
+        banned: Iterable[int],
+        bad_words: Iterable[Sequence[int]] = (),
+    ) -> None:
+        prompt_ids = list(prompt_ids)
+        self._late = params.late_penalties
+        self._bad_words = BadWords(bad_words, prompt_ids)
         self._repetition = float(np.float32(params.repetition_penalty))
         self._frequency = float(np.float32(params.frequency_penalty))
         self._presence = float(np.float32(params.presence_penalty))
@@ -98,14 +114,21 @@ class LogitEdits:
         self._counted: list[int] = []  # committed output, then the path applied last
 
     @classmethod
-    def of(cls, params: SamplingParams, prompt_ids: Iterable[int], banned: Iterable[int]) -> Self | None:
+    def of(
+        cls,
+        params: SamplingParams,
+        prompt_ids: Iterable[int],
+        banned: Iterable[int],
+        bad_words: Iterable[Sequence[int]] = (),
+    ) -> Self | None:
         """The edits of a request without output yet, or None if it changes no logits, ever.
 
-        banned: the tokens that end the text; they can't be chosen before `params.min_tokens`. Ids
-        are below the width of the logits.
+        banned: the tokens that end the text; they can't be chosen before `params.min_tokens`.
+        bad_words: sequences that can't be completed (`forerun.sample.bad_words.token_sequences`).
+        Ids are below the width of the logits.
         """
-        edits = cls(params, prompt_ids, banned)
-        changes = edits._counts_output or len(edits._bias) or edits._min_tokens
+        edits = cls(params, prompt_ids, banned, bad_words)
+        changes = edits._counts_output or len(edits._bias) or edits._min_tokens or edits._bad_words
         return edits if changes else None
 
     @property
@@ -119,19 +142,21 @@ class LogitEdits:
         False: the raw logits hold at every node of a draft tree of this depth, and at its root.
         """
         counts = self._counts_output and self._n_output + n_path > 0
-        return counts or self._n_fixed > 0 or self._n_output < self._min_tokens
+        return counts or self._n_fixed > 0 or self._n_output < self._min_tokens or bool(self._bad_words)
 
     def append(self, tokens: Sequence[int]) -> None:
         """Counts committed output tokens (Python ints); one call a token or a step is the same."""
         if self._counts_output:
             self._count(tokens)
         self._n_output += len(tokens)
+        self._bad_words.append(tokens)
 
     def truncate(self, n_output: int) -> None:
         """Forgets all but the first `n_output` committed tokens. Raises ValueError if there are fewer."""
         if not 0 <= n_output <= self._n_output:
             raise ValueError(f"cannot truncate {self._n_output} output tokens to {n_output}; expected fewer or as many")
         self._n_output = n_output
+        self._bad_words.truncate(n_output)
         self._count(())
 
     def fork(self) -> Self:
@@ -140,7 +165,25 @@ class LogitEdits:
         twin.__dict__.update(self.__dict__)
         for name in ("_slots", "_counts", "_in_prompt", "_ids", "_factor", "_by_count", "_by_presence", "_counted"):
             setattr(twin, name, getattr(self, name).copy())
+        twin._bad_words = self._bad_words.fork()
         return twin
+
+    def late(self, path: Sequence[int] = ()) -> LateEdits | None:
+        """What the sampler does at the place of "penalties" after the output and `path`; None: `apply` did it all."""
+        if not self._late:
+            return None
+        if self._counts_output:
+            self._count(path)
+        n = self._n_slots
+        bias = np.zeros(n, dtype=np.float32)
+        bias[: len(self._bias)] = self._bias
+        return LateEdits(
+            self._ids[:n].astype(np.int32),
+            bias,
+            self._factor[:n].copy(),
+            self._by_count[:n].copy(),
+            self._by_presence[:n].copy(),
+        )
 
     def apply(self, logits: Float32s, path: Sequence[int] = ()) -> Saved:
         """Changes the raw logits float32[V] of the position after the output and `path`, in place.
@@ -154,20 +197,23 @@ class LogitEdits:
         """
         if self._counts_output:
             self._count(path)
-        n = self._n_slots
-        bans = self._n_output + len(path) < self._min_tokens
+        n = 0 if self._late else self._n_slots
+        banned = self._banned_after(path)
         ids, raw = _NO_IDS, _NO_VALUES
         if n:
             ids = self._ids[:n].copy()
             raw = logits[ids]
         saved = Saved(ids, raw)
-        if bans:
-            saved = Saved(np.concatenate((ids, self._banned)), np.concatenate((raw, logits[self._banned])))
+        if len(banned):
+            saved = Saved(np.concatenate((ids, banned)), np.concatenate((raw, logits[banned])))
         if n:
             logits[ids] = self._edited(raw)
-        if bans:
-            logits[self._banned] = _MINUS_INFINITY
+        logits[banned] = _MINUS_INFINITY
         return saved
+
+    def _banned_after(self, path: Sequence[int]) -> Ids:
+        banned = self._banned if self._n_output + len(path) < self._min_tokens else _NO_IDS
+        return np.concatenate((banned, self._bad_words.banned(path))) if self._bad_words else banned
 
     def _edited(self, raw: Float32s) -> Float32s:
         n = len(raw)

@@ -84,6 +84,11 @@ def stream_seed(seed: int, stream: Stream) -> int:
     return seed & _MASK64 if stream == Stream.TOKEN else _mix64((seed + int(stream) * _STREAM_STEP) & _MASK64)
 
 
+def nth_seed(seed: int, index: int) -> int:
+    """The seed, in [0, 2^64), of text `index` of several for one prompt; that of text 0 is the seed itself."""
+    return seed & _MASK64 if index == 0 else _mix64((_mix64(seed & _MASK64) + index * _GOLDEN) & _MASK64)
+
+
 def noise_key(seed: int, position: int) -> NoiseKey:
     """The key of one position of one request; both arguments are taken modulo 2^64."""
     seeded = _mix64((seed + _GOLDEN) & _MASK64)

@@ -1,22 +1,29 @@
 """From logits to a token: the readable definition that the native kernel equals bit for bit.
 
-What the request's history does to the logits comes first, at temperature 0 too: logit bias, repetition
-penalty, frequency and presence penalty, end tokens before min_tokens (forerun.sample.edits). Then the
-transforms run in Hugging Face's order, each on what the one before it kept:
+First of all what may not be chosen gets the logit -inf, at temperature 0 too: tokens outside the mask
+(a constraint's and `allowed_token_ids`), end tokens before min_tokens, bad words. Then the stages run, in
+Hugging Face's order unless `SamplingParams.order` says otherwise, each on what the one before it left:
 
-1. **temperature**: z = (logit - max logit) / temperature, in float32. Subtracting the maximum
+1. **penalties**: logit bias, repetition, frequency and presence penalty (forerun.sample.edits).
+2. **temperature**: z = (logit - max logit) / temperature, in float32. Subtracting the maximum
    first changes no probability, and keeps differences exact when the temperature is tiny.
-   Temperature 0 is greedy: the highest logit, lowest id first.
-2. **top_k**: the k tokens that come first by (logit descending, id ascending). Hugging Face keeps
+   Temperature 0 is greedy: the highest logit that bans and penalties leave, lowest id first, in any order.
+3. **top_k**: the k tokens that come first by (logit descending, id ascending). Hugging Face keeps
    every token that ties with the k-th; here exactly k are kept, lowest ids first.
-3. **top_p**: the shortest prefix of that order whose mass reaches top_p of the mass kept so far,
+4. **top_p**: the shortest prefix of that order whose mass reaches top_p of the mass kept so far,
    with the token that crosses it; at least one token.
-4. **min_p**: the tokens whose probability is at least min_p of the most probable one's.
+5. **min_p**: the tokens whose probability is at least min_p of the most probable one's.
+6. **typical_p** (locally typical sampling; Meister, Pimentel, Wiher and Cotterell 2022): tokens by how
+   far their surprise, -log p, is from the expected one, the entropy; of these the shortest prefix whose
+   mass reaches typical_p of the mass kept so far; equal distances by id. log p and
+   -entropy differ from z and its mean by the same constant, so the distance is |z - mean z|. It may
+   remove the most probable token.
 
 What is kept is drawn by the Gumbel-max trick: the largest z + noise(seed, position, id), lowest
 id first.
 
-A token's weight is `exp32(z)`, 1 for the most probable. Mass is summed as integers,
+A token's weight is `exp32(z)`, 1 for the most probable; after stages that change the maximum (penalties,
+typical_p) z is shifted back to it. Mass is summed as integers,
 round(weight * 2^40): sums are exact, so they don't depend on an order of summation, and the native
 kernel may find the crossing token without sorting the vocabulary. Tokens of weight below 2^-41
 (z < -28.4) have no mass; a vocabulary of 2^18 such tokens together would change the total by 2^-23
@@ -28,17 +35,21 @@ Logprobs are those of the model itself: log-softmax of the raw logits, before an
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Required, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
+from forerun.sample.arrays import LateEdits
+from forerun.sample.masks import Words, unpack
 from forerun.sample.noise import LN2_HIGH, LN2_LOW, Float32s, Int32s, gumbel
+from forerun.sample.params import STAGES, Stage
 
 NOT_FINITE: Final = -1
 """In place of a token id: a logit is NaN or +inf."""
 NOTHING_ALLOWED: Final = -2
-"""In place of a token id: every logit is -inf."""
+"""In place of a token id: every logit is -inf, or forbidden by the mask."""
 
 Bools = npt.NDArray[np.bool_]
 
@@ -54,6 +65,18 @@ _EXP_POLYNOMIAL: Final = (
     1.6666665459e-1,
     5.0000001201e-1,
 )
+
+
+class Knobs(TypedDict, total=False):
+    """What `transformed` takes beside the logits."""
+
+    temperature: Required[float]
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    order: Sequence[Stage]
+    edits: LateEdits | None
 
 
 class TopLogprobs(NamedTuple):
@@ -129,13 +152,94 @@ def keep_min_p(kept: Bools, z: Float32s, min_p: np.float32) -> Bools:
     return kept & (exp32(z) >= min_p)
 
 
-def survivors(logits: Float32s, z: Float32s, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Bools:
-    """Which tokens can be drawn from logits float32[V] that `scale` made z of: bool[V]."""
+def expected_surprise(z: Float32s) -> np.float32:
+    """The mean of -z under the weights of z float32[n]: the entropy, less the surprise of the most probable token."""
+    weights = exp32(z)
+    positive = weights > 0
+    surprise = mass(weights[positive] * -z[positive])
+    return np.float32(float(surprise.sum()) / float(mass(weights).sum()))
+
+
+def keep_typical(kept: Bools, z: Float32s, typical_p: np.float32) -> Bools:
+    """`kept` cut to the tokens nearest to the expected surprise that hold `typical_p` of its mass; 1 keeps all."""
+    if typical_p >= 1:
+        return kept
+    distance = np.abs(z + expected_surprise(z[kept]))
+    return keep_top_p(kept, np.argsort(distance, kind="stable"), z, typical_p)
+
+
+def edit_late(
+    logits: Float32s, z: Float32s, kept: Bools, edits: LateEdits, temperature: float, offset: float
+) -> tuple[Float32s, float]:
+    """Bias and penalties after other stages: z float32[V] with a largest kept one of 0, and what was subtracted.
+
+    They see the logit as it stands, without the shift: x, or x / temperature after that stage. In float64, as
+    forerun.sample.edits otherwise. offset: z + offset is the logit as it stands.
+    """
+    wide = z.astype(np.float64)
+    x = logits[edits.ids].astype(np.float64) / temperature
+    x = x + edits.bias
+    factor = edits.factor.astype(np.float64)
+    x = np.where(x < 0, x * factor, x / factor)
+    x = x - edits.by_count
+    x = x - edits.by_presence
+    wide[edits.ids] = x - offset
+    shift = float(wide[kept].max())
+    with np.errstate(over="ignore"):
+        return (wide - shift).astype(np.float32), shift
+
+
+def transformed(
+    logits: Float32s,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    typical_p: float = 1.0,
+    order: Sequence[Stage] = STAGES,
+    edits: LateEdits | None = None,
+) -> Float32s:
+    """z float32[V] after the stages of `order`, of logits that `check_row` passes; -inf for what they removed.
+
+    What stays has a largest z of 0. edits: applied at "penalties"; None where they are in the logits already. The
+    parameters are used in float32 and are those of a valid `SamplingParams`.
+    """
+    if temperature == 0:
+        only = np.full_like(logits, -np.inf)
+        only[np.argmax(logits)] = 0
+        return only
+    z = scale(logits, np.float32(1))
     kept = np.ones(logits.shape, dtype=np.bool_)
-    order = token_order(logits)
-    kept = keep_top_k(kept, order, top_k)
-    kept = keep_top_p(kept, order, z, np.float32(top_p))
-    return keep_min_p(kept, z, np.float32(min_p))
+    rank = token_order(logits)
+    scaled_by, offset = 1.0, float(logits.max())
+    for stage in order:
+        if stage == "penalties" and edits is not None and len(edits.ids):
+            z, shift = edit_late(logits, z, kept, edits, scaled_by, offset)
+            rank = token_order(z)
+            offset += shift
+        elif stage == "temperature":
+            with np.errstate(over="ignore"):
+                z = z / np.float32(temperature)
+            scaled_by = float(np.float32(temperature))
+            offset /= scaled_by
+        elif stage == "top_k":
+            kept = keep_top_k(kept, rank, top_k)
+        elif stage == "top_p":
+            kept = keep_top_p(kept, rank, z, np.float32(top_p))
+        elif stage == "min_p":
+            kept = keep_min_p(kept, z, np.float32(min_p))
+        elif stage == "typical_p" and typical_p < 1:
+            kept = keep_typical(kept, z, np.float32(typical_p))
+            top = z[kept].max()
+            z = z - top
+            offset += float(top)
+    return np.where(kept, z, np.float32(-np.inf))
+
+
+def masked(logits: Float32s, mask: Words | None) -> Float32s:
+    """Logits float32[V] with -inf where `mask` uint32[W] (forerun.sample.masks) allows no token; None allows all."""
+    return logits if mask is None else np.where(unpack(mask, logits.size), logits, np.float32(-np.inf))
 
 
 def check_row(logits: Float32s) -> int:
@@ -147,29 +251,17 @@ def check_row(logits: Float32s) -> int:
     return 0
 
 
-def sample(
-    logits: Float32s,
-    *,
-    temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int,
-    position: int,
-) -> int:
-    """The token id drawn from logits float32[V], or NOT_FINITE or NOTHING_ALLOWED.
+def sample(logits: Float32s, mask: Words | None = None, *, seed: int, position: int, **knobs: Unpack[Knobs]) -> int:
+    """The token id drawn from what `mask` allows of logits float32[V], or NOT_FINITE or NOTHING_ALLOWED.
 
-    The parameters are used in float32 and are those of a valid `SamplingParams`.
+    knobs: those of `transformed`.
     """
+    logits = masked(logits, mask)
     fault = check_row(logits)
     if fault:
         return fault
-    if temperature == 0:
-        return int(np.argmax(logits))
-    z = scale(logits, np.float32(temperature))
-    kept = survivors(logits, z, top_k=top_k, top_p=top_p, min_p=min_p)
-    score = z + gumbel(seed, position, np.arange(logits.size))
-    return int(np.argmax(np.where(kept, score, np.float32(-np.inf))))
+    z = transformed(logits, **knobs)
+    return int(np.argmax(z + gumbel(seed, position, np.arange(logits.size))))
 
 
 def log_mass(total: int) -> float:

@@ -1,0 +1,349 @@
+"""Compiles constraints off the loop: in background threads of low priority, once per content, within limits.
+
+A compile holds no lock that decoding needs: llguidance builds a grammar without the GIL, and the threads run at the
+lowest priority that the system has, so that they take what decoding leaves.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+
+from forerun.constrain.state import GrammarState
+from forerun.constrain.vocabulary import GrammarVocabulary
+from forerun.errors import ConfigurationError, ConstraintError, InvalidConstraintError
+
+if TYPE_CHECKING:
+    from forerun.constrain.spec import Constraint
+    from forerun.models.tokenizer import Tokenizer
+
+MAX_STUCK: Final = 4
+"""Compiles past their time that may still be running; while there are as many, nothing new is compiled."""
+
+_BASE_BYTES: Final = 1 << 20
+_BYTES_PER_CHARACTER: Final = 40
+
+
+def limits() -> LLParserLimits:
+    """What one grammar may cost. llguidance's defaults but for the two that bound its size."""
+    return LLParserLimits(
+        initial_lexer_fuel=20_000_000,
+        step_lexer_fuel=1_000_000,
+        max_grammar_size=1_000_000,
+        verbose_errors=False,
+    )
+
+
+@dataclass(frozen=True)
+class CompilerStats:
+    """What a compiler did so far, and what it holds."""
+
+    compiled: int
+    """Grammars compiled."""
+    failed: int
+    """Constraints that couldn't be compiled, or not in time."""
+    hits: int
+    """Submissions that found their grammar compiled already."""
+    joined: int
+    """Submissions that found their grammar being compiled."""
+    evicted: int
+    """Grammars given up for others by the memory cap."""
+    cached: int
+    """Grammars held now."""
+    cached_bytes: int
+    """Their memory, estimated."""
+    pending: int
+    """Grammars waiting or being compiled."""
+
+
+class Grammar:
+    """A compiled constraint: immutable, shared by the requests that have it."""
+
+    def __init__(
+        self, vocabulary: GrammarVocabulary, matcher: LLMatcher, *, is_json: bool, compile_seconds: float, n_bytes: int
+    ) -> None:
+        self.vocabulary: Final = vocabulary
+        self.is_json: Final = is_json
+        self.compile_seconds: Final = compile_seconds
+        self.n_bytes: Final = n_bytes
+        """Its memory, estimated."""
+        self._matcher: Final = matcher
+
+    def start(self) -> GrammarState:
+        """Where a new text stands: at its beginning."""
+        return GrammarState(self, self.matcher())
+
+    def matcher(self) -> LLMatcher:
+        """A matcher at the beginning; the caller's own."""
+        return self._matcher.deep_copy()
+
+
+class _Job:
+    """A constraint to compile, and who waits for it."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self.constraint = constraint
+        self.futures: list[Future[Grammar]] = []
+        self.late = False
+
+    def wanted(self) -> bool:
+        return any(not future.cancelled() for future in self.futures)
+
+
+class GrammarCompiler:
+    """Turns constraints into grammars for one tokenizer; safe to share among threads.
+
+    Threads exist only while there is something to compile. A grammar that isn't there `timeout_seconds` after its
+    compile began is refused; the compile can't be stopped, but those behind it don't wait, and what it yields is kept.
+    Grammars are kept by content up to `memory_bytes`, the least recently used go first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, memory_bytes: int = 256 << 20, timeout_seconds: float = 10.0) -> None:
+        if memory_bytes < 0:
+            raise ConfigurationError(f"memory_bytes is {memory_bytes}: expected 0 or more.")
+        if not timeout_seconds > 0:
+            raise ConfigurationError(f"timeout_seconds is {timeout_seconds}: expected more than 0.")
+        self.tokenizer: Final = tokenizer
+        self._work: Final = _Work(tokenizer, memory_bytes, timeout_seconds)
+        self._finalizer: Final = weakref.finalize(self, self._work.close)
+
+    def submit(self, constraint: Constraint) -> Future[Grammar]:
+        """Check a constraint now and compile it in the background.
+
+        Raises InvalidConstraintError for what can be seen at once; the future has it for what only compiling shows.
+        Cancelling a future concerns nobody else; a compile that nobody waits for any more doesn't begin.
+        """
+        constraint.check()
+        return self._work.submit(constraint)
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """The grammar, waiting for it."""
+        return self.submit(constraint).result()
+
+    def stats(self) -> CompilerStats:
+        """Counts so far and what is held now."""
+        return self._work.stats()
+
+    def close(self) -> None:
+        """Give up what waits and hold nothing any more. Repeatable; a compile that runs ends by itself."""
+        self._finalizer()
+
+
+class _Work:
+    """All that the threads share. It knows nothing of the compiler, so that an abandoned one can be collected."""
+
+    def __init__(self, tokenizer: Tokenizer, memory_bytes: int, timeout_seconds: float) -> None:
+        self._tokenizer = tokenizer
+        self._memory_bytes = memory_bytes
+        self._timeout_seconds = timeout_seconds
+        self._lock = threading.Lock()
+        self._vocabulary: GrammarVocabulary | None = None
+        self._queue: deque[_Job] = deque()
+        self._jobs: dict[str, _Job] = {}
+        self._cache: OrderedDict[str, Grammar] = OrderedDict()
+        self._cached_bytes = 0
+        self._dispatching = False
+        self._running: list[threading.Thread] = []
+        self._stuck = 0
+        self._closed = False
+        self._compiled = self._failed = self._hits = self._joined = self._evicted = 0
+
+    def submit(self, constraint: Constraint) -> Future[Grammar]:
+        future: Future[Grammar] = Future()
+        key = constraint.key
+        with self._lock:
+            if self._closed:
+                raise InvalidConstraintError("the grammar compiler was closed: make a new engine.")
+            grammar = self._cache.get(key)
+            if grammar is not None:
+                self._cache.move_to_end(key)
+                self._hits += 1
+                future.set_result(grammar)
+                return future
+            job = self._jobs.get(key)
+            if job is not None and job.late:
+                raise self._too_slow()
+            if job is not None:
+                self._joined += 1
+            else:
+                job = self._jobs[key] = _Job(constraint)
+                self._queue.append(job)
+            job.futures.append(future)
+            if not self._dispatching:
+                self._dispatching = True
+                threading.Thread(target=self._dispatch, name="forerun-grammars", daemon=True).start()
+        return future
+
+    def stats(self) -> CompilerStats:
+        with self._lock:
+            return CompilerStats(
+                compiled=self._compiled,
+                failed=self._failed,
+                hits=self._hits,
+                joined=self._joined,
+                evicted=self._evicted,
+                cached=len(self._cache),
+                cached_bytes=self._cached_bytes,
+                pending=len(self._jobs),
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            waiting = [future for job in self._queue for future in job.futures]
+            for job in self._queue:
+                self._jobs.pop(job.constraint.key, None)
+            self._queue.clear()
+            self._cache.clear()
+            self._cached_bytes = 0
+            running = list(self._running)
+        for future in waiting:
+            future.cancel()
+        for thread in running:
+            if thread is not threading.current_thread():
+                thread.join(self._timeout_seconds)
+
+    def _dispatch(self) -> None:
+        """Compile what is queued, one after the other, without waiting for what takes too long."""
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._dispatching = False
+                    return
+                job = self._queue.popleft()
+                if not job.wanted():
+                    del self._jobs[job.constraint.key]
+                    continue
+                crowded = self._stuck >= MAX_STUCK
+                thread = threading.Thread(target=self._run, args=(job,), name="forerun-grammar", daemon=True)
+                if not crowded:
+                    self._running.append(thread)
+            if crowded:
+                self._finish(
+                    job,
+                    InvalidConstraintError(
+                        f"{MAX_STUCK} constraints are still being compiled past their time: wait, or simplify them."
+                    ),
+                )
+                continue
+            thread.start()
+            thread.join(self._timeout_seconds)
+            if thread.is_alive():
+                self._give_up(job)
+
+    def _run(self, job: _Job) -> None:
+        """The thread of one compile."""
+        _yield_to_others()
+        outcome: Grammar | Exception
+        try:
+            outcome = self._compile(job.constraint)
+        except Exception as error:
+            outcome = error
+        self._finish(job, outcome)
+
+    def _give_up(self, job: _Job) -> None:
+        with self._lock:
+            if job.constraint.key not in self._jobs:
+                return
+            job.late = True
+            self._stuck += 1
+            self._failed += 1
+            futures, job.futures = job.futures, []
+        for future in futures:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._too_slow())
+
+    def _finish(self, job: _Job, outcome: Grammar | Exception) -> None:
+        key = job.constraint.key
+        with self._lock:
+            self._jobs.pop(key, None)
+            if threading.current_thread() in self._running:
+                self._running.remove(threading.current_thread())
+            self._stuck -= job.late
+            if isinstance(outcome, Grammar):
+                self._compiled += 1
+                if not self._closed:
+                    self._keep(key, outcome)
+            else:
+                self._failed += not job.late
+            futures = job.futures
+        for future in futures:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if isinstance(outcome, Grammar):
+                future.set_result(outcome)
+            else:
+                future.set_exception(outcome)
+
+    def _keep(self, key: str, grammar: Grammar) -> None:
+        if grammar.n_bytes > self._memory_bytes:
+            return
+        self._cache[key] = grammar
+        self._cached_bytes += grammar.n_bytes
+        while self._cached_bytes > self._memory_bytes:
+            _, old = self._cache.popitem(last=False)
+            self._cached_bytes -= old.n_bytes
+            self._evicted += 1
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        if self._vocabulary is None:
+            # One at a time unless one is stuck; a second vocabulary does no harm.
+            self._vocabulary = GrammarVocabulary(self._tokenizer)
+        vocabulary = self._vocabulary
+        start = time.perf_counter()
+        text = constraint.grammar()
+        matcher = LLMatcher(vocabulary.backend, text, log_level=0, limits=limits())
+        if matcher.is_error():
+            raise constraint.explain(matcher.get_error())
+        grammar = Grammar(
+            vocabulary,
+            matcher,
+            is_json=constraint.is_json,
+            compile_seconds=time.perf_counter() - start,
+            n_bytes=_BASE_BYTES + _BYTES_PER_CHARACTER * len(text),
+        )
+        _warm(grammar, matcher)
+        return grammar
+
+    def _too_slow(self) -> InvalidConstraintError:
+        return InvalidConstraintError(
+            f"the constraint took more than {self._timeout_seconds:g} s to compile: make it smaller, or give the "
+            "compiler more time."
+        )
+
+
+def _warm(grammar: Grammar, matcher: LLMatcher) -> None:
+    """Compute the masks at the beginning and after the text that is forced there: the lexer keeps what they cost.
+
+    Raises InvalidConstraintError where nothing at all may begin a text.
+    """
+    trial = grammar.start()
+    row = np.empty(grammar.vocabulary.words, dtype=np.uint32)
+    try:
+        trial.mask(row)
+    except ConstraintError as error:
+        raise InvalidConstraintError(f"no text of this model's tokens fulfils the constraint: {error}") from error
+    matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+    forced = matcher.compute_ff_tokens()
+    if forced and matcher.try_consume_tokens(forced) == len(forced):
+        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        matcher.rollback(len(forced))
+    matcher.reset()
+
+
+def _yield_to_others() -> None:
+    """Give this thread the lowest priority, where the system has priorities for threads (Linux)."""
+    if hasattr(os, "setpriority"):
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        except OSError:
+            return

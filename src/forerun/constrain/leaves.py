@@ -1,0 +1,190 @@
+"""The keywords about numbers, strings and constants: checked, and written as llguidance enforces them exactly.
+
+llguidance holds bounds as 64-bit floats and crashes or rounds beyond what those hold, so such values are
+tightened where that only leaves out a few huge numbers, and refused elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any, Final
+
+from forerun.constrain import formats, keywords, patterns
+from forerun.constrain.document import child, fail, shown
+
+MAX_COUNT: Final = 1_000_000
+"""Highest minLength, minItems or minProperties; a maximum above it is no limit, as no text gets there."""
+
+_EXACT: Final = 2**53
+_HUGE: Final = 2.0**63
+
+
+def count(node: Mapping[str, Any], keyword: str, path: str) -> int | None:
+    """The value of a keyword that counts; None where it says nothing."""
+    value = node[keyword]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
+        fail(keyword, path, f"must be a whole number from 0, got {shown(value)}.")
+    value = int(value)
+    if value > MAX_COUNT:
+        if keyword.startswith("max"):
+            return None
+        fail(keyword, path, f"is {shown(value)}; the limit is {MAX_COUNT}, which no text reaches.")
+    return value
+
+
+def numbers(node: Mapping[str, Any], path: str, notes: list[str]) -> dict[str, Any]:
+    """The keywords about numbers."""
+    out: dict[str, Any] = {}
+    for keyword, side in (("minimum", -1), ("maximum", 1)):
+        exclusive = "exclusive" + keyword.capitalize()
+        if keyword in node:
+            out[keyword] = _bound(node, keyword, side, path, notes)
+        if exclusive not in node:
+            continue
+        if isinstance(node[exclusive], bool):
+            if node[exclusive] and keyword in out:
+                out[exclusive] = out.pop(keyword)
+        else:
+            out[exclusive] = _bound(node, exclusive, side, path, notes)
+    if "multipleOf" in node:
+        out["multipleOf"] = _multiple(node["multipleOf"], path)
+    return out
+
+
+def integer_range(name: str, out: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The bounds of a format of integers, where they are tighter than those in `out`."""
+    low, high = formats.INTEGER_RANGES[name]
+    bounds = {"minimum": _inside(low, -1), "maximum": _inside(high, 1)}
+    if bounds != {"minimum": low, "maximum": high}:
+        notes.append(f'the format "{name}" is enforced up to {bounds["maximum"]}')
+    tighter: dict[str, Any] = {}
+    for keyword, bound in bounds.items():
+        given = out.get(keyword)
+        choose = max if keyword == "minimum" else min
+        tighter[keyword] = bound if given is None else choose(given, bound)
+    return tighter
+
+
+def strings(node: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The keywords about strings, and schemas that hold as well."""
+    out: dict[str, Any] = {}
+    for keyword in ("minLength", "maxLength"):
+        if keyword in node and (value := count(node, keyword, path)) is not None:
+            out[keyword] = value
+    if "pattern" in node:
+        out["pattern"] = anchored(pattern(node["pattern"], "pattern", path))
+    also = []
+    if "format" in node:
+        name = node["format"]
+        if not isinstance(name, str):
+            fail("format", path, f"must be a text, got {shown(name)}.")
+        if name in formats.PATTERNS:
+            if name in formats.MAX_LENGTHS:
+                out["maxLength"] = min(out.get("maxLength", MAX_COUNT), formats.MAX_LENGTHS[name])
+            rule = anchored(formats.PATTERNS[name])
+            if "pattern" in out:
+                also.append({"pattern": rule})
+            else:
+                out["pattern"] = rule
+        elif name not in formats.INTEGER_RANGES and name not in formats.FREE:
+            _refuse_format(name, path)
+    return out, also
+
+
+def pattern(text: object, keyword: str, path: str) -> str:
+    """An expression of whole strings for a pattern."""
+    if not isinstance(text, str):
+        fail(keyword, path, f"must be a regular expression, got {shown(text)}.")
+    try:
+        return patterns.whole(text)
+    except patterns.PatternError as error:
+        fail(keyword, path, f"is {shown(text)}, which can't be enforced: {error}.")
+
+
+def anchored(expression: str) -> str:
+    """An expression of whole strings as a pattern."""
+    return f"^(?:{expression})$"
+
+
+def check_constant(value: Any, keyword: str, path: str) -> None:
+    """Refuses constants that would be rounded."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            check_constant(inner, keyword, child(path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            check_constant(inner, keyword, child(path, index))
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        whole = value == int(value)
+        if whole and abs(value) > _EXACT and not _holds(value):
+            fail(keyword, path, f"has the number {shown(value)}; constants are exact up to 2^53. Use type integer, or a "
+                 "text.")  # fmt: skip
+        if not whole and not 1e-12 <= abs(value):
+            fail(keyword, path, f"has the number {shown(value)}, which is too small to be enforced exactly.")
+
+
+def check_types(value: object, path: str) -> list[str]:
+    """The names of `type`."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names:
+        fail("type", path, f"must be one of {', '.join(keywords.TYPES)}, or a list of them, got {shown(value)}.")
+    for name in names:
+        if name not in keywords.TYPES:
+            fail("type", path, f"is {shown(name)}; expected {', '.join(keywords.TYPES)}.")
+    if len(set(names)) != len(names):
+        fail("type", path, f"names a type twice: {shown(value)}.")
+    return names
+
+
+def _bound(node: Mapping[str, Any], keyword: str, side: int, path: str, notes: list[str]) -> int | float:
+    value = node[keyword]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        fail(keyword, path, f"must be a number, got {shown(value)}.")
+    if _holds(value):
+        return value if isinstance(value, int) or value != int(value) else int(value)
+    if value * side < 0:
+        fail(keyword, path, f"is {shown(value)}; bounds are exact up to 2^53 only.")
+    inner = _inside(int(value), side)
+    notes.append(f"{child(path, keyword)} is enforced as {inner}, the nearest bound that can be enforced exactly")
+    return inner
+
+
+def _holds(value: int | float) -> bool:
+    """Whether llguidance compares with exactly this bound."""
+    if isinstance(value, int):
+        return abs(value) <= _EXACT or (abs(value) < _HUGE and int(float(value)) == value)
+    return abs(value) < _HUGE and (value == 0 or abs(value) >= 1e-12)
+
+
+def _inside(value: int, side: int) -> int:
+    """The bound nearest to `value` that can be enforced and lets nothing pass that `value` refuses."""
+    if abs(value) >= _HUGE:
+        return side * int(math.nextafter(_HUGE, 0))
+    near = float(value)
+    if (int(near) - value) * side > 0:
+        near = math.nextafter(near, -side * math.inf)
+    return int(near)
+
+
+def _multiple(value: Any, path: str) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        fail("multipleOf", path, f"must be a number above 0, got {shown(value)}.")
+    digits = Fraction(repr(value))
+    scale = 0
+    while digits.denominator != 1 and scale <= 12:
+        digits *= 10
+        scale += 1
+    if digits.denominator != 1 or digits >= 100_000:
+        fail("multipleOf", path, f"is {shown(value)}; only numbers below 100000 with few digits can be enforced.")
+    return value if isinstance(value, int) or value != int(value) else int(value)
+
+
+def _refuse_format(name: str, path: str) -> None:
+    known = sorted({*formats.PATTERNS, *formats.INTEGER_RANGES, *formats.FREE})
+    close = next((other for other in known if name.replace("_", "-").lower() == other), None)
+    if close is None:
+        close = next((other for other in known if name.lower().replace("-", "") == other.replace("-", "")), None)
+    hint = f'did you mean "{close}"?' if close else f"enforced are {', '.join(known)}. Leave it out, or use pattern."
+    fail("format", path, f"is {shown(name)}, which can't be enforced; {hint}")

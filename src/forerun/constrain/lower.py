@@ -1,0 +1,334 @@
+"""Writes a JSON Schema as one that llguidance enforces exactly, or says which keyword can't be enforced.
+
+llguidance (docs/json_schema.md there) compiles a large part of JSON Schema, but ignores words that it doesn't
+know, rounds numbers, and lets a key through in another spelling ("\\u0061" for "a") where an object takes
+further properties. So what it gets is written anew: only keywords that it enforces, references resolved,
+patterns and formats in its own syntax, and objects whose further keys are described by what they aren't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from forerun.constrain import keywords, leaves, patterns
+from forerun.constrain.document import Document, Place, child, fail, shown
+from forerun.constrain.finite import prune
+
+MAX_ENUM: Final = 100_000
+MAX_DEPENDENCIES: Final = 6
+"""Most properties of one schema that others depend on; each doubles the grammar."""
+
+MAX_NAME: Final = 200
+MAX_NAMES: Final = 20_000
+"""Longest key, and most characters of keys together, that an object may exclude from its further properties."""
+
+Json = Any
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A schema for llguidance.
+
+    escapes: whether strings may write any character as an escape. False where a key could be smuggled in by that.
+    unknown: the paths of keywords that JSON Schema doesn't know.
+    notes: what is enforced a little tighter than it says.
+    """
+
+    schema: Json
+    escapes: bool
+    unknown: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+class _Site(NamedTuple):
+    """Where a schema is met.
+
+    merged: whether its objects are intersected with those of other schemas.
+    owner: the definition that the schema belongs to.
+    here: whether it is about the same value as its owner.
+    """
+
+    merged: bool
+    owner: str
+    here: bool
+
+    def inside(self) -> _Site:
+        """The site of a schema about a part of the value."""
+        return self._replace(here=False)
+
+
+def lower(document: Document, place: Place | None = None) -> Lowered:
+    """The schema at `place` (default: the whole document) for llguidance. Raises SchemaError."""
+    return _Lowering(document).run(place or document.root)
+
+
+class _Lowering:
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._names: dict[tuple[str, bool], str] = {}
+        self._todo: list[tuple[Place, _Site]] = []
+        self._same: dict[str, list[tuple[str, str]]] = {}
+        self._escapes = True
+        self._unknown: dict[str, None] = {}
+        self._notes: dict[str, None] = {}
+
+    def run(self, place: Place) -> Lowered:
+        root = self._schema(place, _Site(False, "", True))
+        definitions: dict[str, Json] = {}
+        while self._todo:
+            target, site = self._todo.pop()
+            definitions[site.owner] = self._schema(target, site)
+        self._refuse_loops()
+        schema = prune(root, definitions, place.path)
+        return Lowered(schema, self._escapes, tuple(self._unknown), tuple(self._notes))
+
+    def _schema(self, place: Place, site: _Site) -> Json:
+        node, path, base = place
+        if isinstance(node, bool):
+            return node
+        if not isinstance(node, dict):
+            fail(None, path, f"must be an object or a boolean, got {shown(node)}.")
+        place = Place(node, path, self._document.base(node, base))
+        self._look_at_keywords(node, path)
+        applied = [key for key in node if key in keywords.ENFORCED]
+        composed = {"$ref", "allOf", "anyOf", "oneOf", "const", "enum"} & node.keys()
+        depends = {"dependencies", "dependentRequired", "dependentSchemas"} & node.keys()
+        alone = len(applied) == 1
+        site = site._replace(merged=site.merged or bool(depends) or (bool(composed) and not alone))
+        out: dict[str, Json] = {}
+        if "type" in node:
+            types = leaves.check_types(node["type"], path)
+            out["type"] = types[0] if len(types) == 1 else types
+        also = self._leaves(node, path, out)
+        for key in applied:
+            if handler := _HANDLERS.get(key):
+                handler(self, place, site, out)
+        self._array(place, site, out)
+        self._object(place, site, out)
+        also += self._dependencies(place, site)
+        if also:
+            out["allOf"] = [*out.get("allOf", []), *also]
+        return out
+
+    def _look_at_keywords(self, node: dict[str, Json], path: str) -> None:
+        for key, value in node.items():
+            if key in keywords.ENFORCED or key in keywords.PLACES or key in keywords.ANNOTATIONS:
+                continue
+            if key in keywords.REFUSED:
+                if not _says_nothing(key, node):
+                    fail(key, path, f"isn't supported: {keywords.REFUSED[key]}.")
+            elif key in keywords.DEPENDENT:
+                continue
+            elif keywords.is_private(key):
+                if not key.lower().startswith("x-") or key == "x-guidance":
+                    self._unknown[child(path, key)] = None
+            elif key == "required" or (meant := keywords.meant(key)) is None:
+                self._unknown[child(path, key)] = None
+            else:
+                fail(key, path, f'isn\'t one of JSON Schema; did you mean "{meant}"? It is {shown(value)}.')
+
+    def _leaves(self, node: dict[str, Json], path: str, out: dict[str, Json]) -> list[Json]:
+        notes: list[str] = []
+        out.update(leaves.numbers(node, path, notes))
+        text, also = leaves.strings(node, path)
+        out.update(text)
+        if (name := node.get("format")) in leaves.formats.INTEGER_RANGES:
+            out.update(leaves.integer_range(name, out, notes))
+        self._notes.update(dict.fromkeys(notes))
+        if "const" in node:
+            leaves.check_constant(node["const"], "const", path)
+            out["const"] = node["const"]
+        if "enum" in node:
+            values = node["enum"]
+            if not isinstance(values, list):
+                fail("enum", path, f"must be a list of values, got {shown(values)}.")
+            if not values:
+                fail("enum", path, "has no values, so that nothing would be valid.")
+            if len(values) > MAX_ENUM:
+                fail("enum", path, f"has {len(values)} values; the limit is {MAX_ENUM}.")
+            for value in values:
+                leaves.check_constant(value, "enum", path)
+            out["enum"] = values
+        return also
+
+    def _ref(self, place: Place, site: _Site, out: dict[str, Json]) -> None:
+        reference = place.node["$ref"]
+        if not isinstance(reference, str):
+            fail("$ref", place.path, f"must be a text such as #/$defs/name, got {shown(reference)}.")
+        target = self._document.resolve(reference, place)
+        key = (target.path, site.merged)
+        if key not in self._names:
+            self._names[key] = f"d{len(self._names)}"
+            self._todo.append((target, _Site(site.merged, self._names[key], True)))
+        if site.here:
+            self._same.setdefault(site.owner, []).append((self._names[key], place.path))
+        out["$ref"] = f"#/$defs/{self._names[key]}"
+
+    def _several(self, keyword: str) -> Callable[[Place, _Site, dict[str, Json]], None]:
+        def handle(place: Place, site: _Site, out: dict[str, Json]) -> None:
+            options = place.node[keyword]
+            if not isinstance(options, list) or not options:
+                fail(keyword, place.path, f"must be a list of schemas, at least one, got {shown(options)}.")
+            if keyword == "allOf" and len(options) > 1:
+                site = site._replace(merged=True)
+            out[keyword] = [self._child(place, site, keyword, index) for index in range(len(options))]
+
+        return handle
+
+    def _child(self, place: Place, site: _Site, *steps: str | int) -> Json:
+        node, path = place.node, place.path
+        for step in steps:
+            node = node[step]
+        return self._schema(Place(node, child(path, *steps), place.base), site)
+
+    def _array(self, place: Place, site: _Site, out: dict[str, Json]) -> None:
+        node, path = place.node, place.path
+        inside = site.inside()
+        for keyword in ("minItems", "maxItems"):
+            if keyword in node and (value := leaves.count(node, keyword, path)) is not None:
+                out[keyword] = value
+        listed = isinstance(node.get("items"), list)
+        if listed and "prefixItems" in node:
+            fail("items", path, "can't be a list beside prefixItems.")
+        tuple_keyword = "items" if listed else "prefixItems"
+        if tuple_keyword in node:
+            given = node[tuple_keyword]
+            if not isinstance(given, list):
+                fail(tuple_keyword, path, f"must be a list of schemas, got {shown(given)}.")
+            out["prefixItems"] = [self._child(place, inside, tuple_keyword, index) for index in range(len(given))]
+        if "items" in node and not listed:
+            out["items"] = self._child(place, inside, "items")
+        elif listed and "additionalItems" in node:
+            out["items"] = self._child(place, inside, "additionalItems")
+
+    def _object(self, place: Place, site: _Site, out: dict[str, Json]) -> None:
+        node, path = place.node, place.path
+        inside = site.inside()
+        for keyword in ("properties", "patternProperties"):
+            if keyword in node and not isinstance(node[keyword], dict):
+                fail(keyword, path, f"must be an object of schemas, got {shown(node[keyword])}.")
+        names: dict[str, None] = {}
+        if "properties" in node:
+            out["properties"] = {key: self._child(place, inside, "properties", key) for key in node["properties"]}
+            names.update(dict.fromkeys(node["properties"]))
+        if "required" in node:
+            out["required"] = _required(node["required"], path)
+            names.update(dict.fromkeys(out["required"]))
+        if "patternProperties" in node:
+            out["patternProperties"] = {
+                leaves.anchored(leaves.pattern(key, "patternProperties", path)): self._child(
+                    place, inside, "patternProperties", key
+                )
+                for key in node["patternProperties"]
+            }
+        if "additionalProperties" in node:
+            out["additionalProperties"] = self._child(place, inside, "additionalProperties")
+        self._counts(node, path, out)
+        self._close(site, names, out)
+
+    def _counts(self, node: dict[str, Json], path: str, out: dict[str, Json]) -> None:
+        """How many properties: further ones may repeat a key, so more than one of them can't be asked for."""
+        if "maxProperties" in node and (value := leaves.count(node, "maxProperties", path)) is not None:
+            out["maxProperties"] = value
+        if "minProperties" in node:
+            value = leaves.count(node, "minProperties", path) or 0
+            surely = len(out.get("required", []))
+            if value > surely:
+                declared = len(out.get("properties", {}).keys() | set(out.get("required", [])))
+                closed = out.get("additionalProperties") is False and "patternProperties" not in out
+                if value > surely + 1 and not (closed and declared > surely):
+                    fail("minProperties", path, f"is {value}, but only {surely} properties are required; at most one "
+                         "more can be enforced. Name them in required.")  # fmt: skip
+                out["minProperties"] = value
+
+    def _close(self, site: _Site, names: dict[str, None], out: dict[str, Json]) -> None:
+        """Keeps declared keys out of an object's further properties in every spelling."""
+        patterned = out.get("patternProperties")
+        if out.get("additionalProperties") is False or not (names or patterned):
+            return
+        short = all(len(name) <= MAX_NAME for name in names) and sum(map(len, names)) <= MAX_NAMES
+        if site.merged or patterned or not short or {"minProperties", "maxProperties"} & out.keys():
+            self._escapes = False
+            return
+        out["patternProperties"] = {leaves.anchored(patterns.none_of(names)): out.get("additionalProperties", True)}
+        out["additionalProperties"] = False
+
+    def _dependencies(self, place: Place, site: _Site) -> list[Json]:
+        """What must hold where a property is there: either it isn't there, or it is and the rest holds."""
+        node, path = place.node, place.path
+        also: list[Json] = []
+        for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+            if keyword not in node:
+                continue
+            if not isinstance(node[keyword], dict):
+                fail(keyword, path, f"must be an object, got {shown(node[keyword])}.")
+            for name, needed in node[keyword].items():
+                then: Json
+                if isinstance(needed, list) and keyword != "dependentSchemas":
+                    then = {"type": "object", "required": [name, *_required(needed, child(path, keyword, name), name)]}
+                elif keyword != "dependentRequired":
+                    inner = self._child(place, site, keyword, name)
+                    then = {"type": "object", "required": [name], "allOf": [inner]}
+                else:
+                    fail(keyword, path, f"must list the properties that {shown(name)} needs, got {shown(needed)}.")
+                also.append({"anyOf": [{"properties": {name: False}}, then]})
+        if len(also) > MAX_DEPENDENCIES:
+            fail("dependencies" if "dependencies" in node else "dependentRequired", path,
+                 f"and its like make {len(also)} conditions; the limit is {MAX_DEPENDENCIES}.")  # fmt: skip
+        if also:
+            self._escapes = False
+        return also
+
+    def _refuse_loops(self) -> None:
+        """Refuses definitions that say of a value only that it is itself."""
+        done: set[str] = set()
+        for start in self._same:
+            trail: list[str] = []
+
+            def visit(name: str, trail: list[str] = trail) -> None:
+                if name in done:
+                    return
+                trail.append(name)
+                for target, path in self._same.get(name, []):
+                    if target in trail:
+                        fail("$ref", path, "leads back to itself without describing a value.")
+                    visit(target, trail)
+                trail.pop()
+                done.add(name)
+
+            visit(start)
+
+
+def _required(value: Json, path: str, name: str | None = None) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        if name is None:
+            hint = " Draft 3's form isn't supported: list the names beside properties." if isinstance(value, bool) else ""
+            fail("required", path, f"must be a list of names, got {shown(value)}.{hint}")
+        fail(None, path, f"must be a list of names, got {shown(value)}.")
+    return list(dict.fromkeys(value))
+
+
+def _says_nothing(key: str, node: dict[str, Json]) -> bool:
+    """Whether a keyword that can't be enforced has no effect with this value."""
+    value = node[key]
+    if key == "uniqueItems":
+        return value is False or (isinstance(node.get("maxItems"), int) and node["maxItems"] <= 1)
+    if key in ("unevaluatedProperties", "unevaluatedItems", "propertyNames"):
+        return value is True or value == {}
+    if key == "if":
+        return "then" not in node and "else" not in node
+    if key == "not":
+        return value is False
+    if key == "contains":
+        return node.get("minContains") == 0 and "maxContains" not in node
+    return False
+
+
+_HANDLERS: Final[dict[str, Callable[[_Lowering, Place, _Site, dict[str, Json]], None]]] = {
+    "$ref": _Lowering._ref,
+    "allOf": lambda self, *args: self._several("allOf")(*args),
+    "anyOf": lambda self, *args: self._several("anyOf")(*args),
+    "oneOf": lambda self, *args: self._several("oneOf")(*args),
+}

@@ -1,0 +1,1 @@
+"""Calls of tools in the format that a model was trained on."""

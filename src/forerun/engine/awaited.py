@@ -1,0 +1,50 @@
+"""Requests that can't be scheduled yet, because their grammar is still being compiled."""
+
+from __future__ import annotations
+
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import NamedTuple
+
+from forerun.constrain.compiler import Grammar
+from forerun.engine.live import LiveRequest
+
+
+class Ready(NamedTuple):
+    """A request whose grammar is there, or whose constraint turned out to be wrong (`grammar.exception()`)."""
+
+    live: LiveRequest
+    grammar: Future[Grammar]
+
+
+class AwaitedGrammars:
+    """Grammars that requests wait for, while others run. Not thread-safe; the loop's lock guards it."""
+
+    def __init__(self) -> None:
+        self._futures: dict[LiveRequest, Future[Grammar]] = {}
+
+    def add(self, live: LiveRequest, grammar: Future[Grammar]) -> None:
+        """The request waits for this."""
+        self._futures[live] = grammar
+
+    def drop(self, live: LiveRequest) -> bool:
+        """The request doesn't wait any more; returns whether it did."""
+        return self._futures.pop(live, None) is not None
+
+    def ready(self) -> list[Ready]:
+        """Takes out the requests that have waited long enough, in the order of their submission."""
+        if not self._futures:
+            return []
+        done = [Ready(live, future) for live, future in self._futures.items() if future.done()]
+        for entry in done:
+            del self._futures[entry.live]
+        return done
+
+    @property
+    def futures(self) -> list[Future[Grammar]]:
+        """What is waited for."""
+        return list(self._futures.values())
+
+
+def wait_for_one(futures: list[Future[Grammar]], seconds: float) -> None:
+    """Waits until one of the grammars is there, or its constraint refused; at most `seconds`."""
+    wait(futures, seconds, FIRST_COMPLETED)
