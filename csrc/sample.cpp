@@ -32,7 +32,7 @@ FORERUN_INLINE int draw(const Row& row, const Cut& cut, float min_p, NoiseKey ke
   for (int b = 0; b < row.blocks; ++b) {
     std::int32_t least = std::numeric_limits<std::int32_t>::max();
     const float top = s.block_max[static_cast<std::size_t>(b)];
-    if (!(top < cut.logit) && top > -kInf) {
+    if (!(top < cut.logit) && exp32(scaled(row, top)) * 1.001f >= min_p && top > -kInf) {
       const std::uint32_t first = static_cast<std::uint32_t>(b) * kBlock;
       for (std::uint32_t j = 0; j < kBlock; ++j) {  // past V: a looser bound, nothing else
         const std::int32_t bits = noise_bits(key, first + j);
@@ -104,7 +104,7 @@ FORERUN_INLINE int sample_impl(const float* logits, int V, const std::uint32_t* 
   const Row row = scan_row(logits, V, mask, spec.temperature, s);
   if (row.status != 0) return row.status;
   if (spec.temperature == 0.0f) return first_max(row, s);
-  if (needs_stages(spec)) {
+  if (needs_stages(spec) || lists_first(spec, V)) {
     run_stages(row, spec, s);
     return draw_listed(s.entries, noise_key(spec.seed, position));
   }

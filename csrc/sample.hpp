@@ -70,6 +70,8 @@ struct SampleScratch {
   std::vector<Ranked> ranked;
   Entries entries;
   std::vector<std::uint64_t> masses;
+  std::vector<std::int32_t> bins, ids, later;
+  std::vector<float> part_max;
   std::vector<double> wide;
   std::array<std::uint64_t, kBins> mass;
 };

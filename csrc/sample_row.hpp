@@ -27,6 +27,9 @@ FORERUN_INLINE std::int32_t bin_of(float z) {
   return static_cast<std::int32_t>(position < last ? position : last);
 }
 
+// Whether tokens of this z have no mass for sure: round(e^z * 2^40) is 0 below -28.4.
+FORERUN_INLINE bool massless(float z) { return z < -28.6f; }
+
 // -- order of tokens: logit descending, id ascending, as the ascending order of 64-bit keys
 
 struct Cut {  // the last token that is kept
@@ -149,15 +152,17 @@ FORERUN_INLINE int first_max(const Row& row, const SampleScratch& s) {
   return b * kBlock + j;
 }
 
-// Leaves the keys of at least the k first tokens in s.keys, the k first of them in front and the k-th in its
-// place. The k-th largest block maximum bounds the k-th largest logit from below, so few blocks are read.
-FORERUN_INLINE void select_first(const Row& row, int k, SampleScratch& s) {
-  float least = -kInf;
-  if (k <= row.blocks) {
-    s.order = s.block_max;
-    std::nth_element(s.order.begin(), s.order.begin() + (k - 1), s.order.end(), std::greater<>());
-    least = s.order[static_cast<std::size_t>(k - 1)];
-  }
+// The k-th largest block maximum, which bounds the k-th largest logit from below: few blocks reach it.
+FORERUN_INLINE float bound_of_first(const std::vector<float>& block_max, int k, std::vector<float>& order) {
+  if (static_cast<std::size_t>(k) > block_max.size()) return -kInf;
+  order = block_max;
+  std::nth_element(order.begin(), order.begin() + (k - 1), order.end(), std::greater<>());
+  return order[static_cast<std::size_t>(k - 1)];
+}
+
+// Leaves the keys of tokens whose logit is at least `least` in s.keys, the k first of them in front and the k-th in its
+// place if there are that many.
+FORERUN_INLINE void select_above(const Row& row, int k, float least, SampleScratch& s) {
   s.keys.clear();
   for (int b = 0; b < row.blocks; ++b) {
     if (s.block_max[static_cast<std::size_t>(b)] < least) continue;
@@ -167,23 +172,33 @@ FORERUN_INLINE void select_first(const Row& row, int k, SampleScratch& s) {
       if (x[j] >= least) s.keys.push_back(key_of(x[j], b * kBlock + j));
     }
   }
-  std::nth_element(s.keys.begin(), s.keys.begin() + (k - 1), s.keys.end());
+  if (s.keys.size() >= static_cast<std::size_t>(k)) {
+    std::nth_element(s.keys.begin(), s.keys.begin() + (k - 1), s.keys.end());
+  }
+}
+
+// The same for the k first tokens of the row, -inf included; needs k <= V.
+FORERUN_INLINE void select_first(const Row& row, int k, SampleScratch& s) {
+  select_above(row, k, bound_of_first(s.block_max, k, s.order), s);
 }
 
 // -- the shortest prefix of an order that holds a share of the mass, found without sorting: s.mass has the mass of each
 //    bin, and bins follow one another in the order
 
-FORERUN_INLINE std::uint64_t limit_of(const SampleScratch& s, float share) {
-  std::uint64_t total = 0;
-  for (const std::uint64_t m : s.mass) total += m;
+FORERUN_INLINE std::uint64_t limit_of(std::uint64_t total, float share) {
   const double limit = std::ceil(static_cast<double>(share) * static_cast<double>(total));
   return std::max<std::uint64_t>(1, static_cast<std::uint64_t>(limit));
 }
 
-// The bin in which the mass reaches the limit; adds that of the bins before it to `before`.
-FORERUN_INLINE std::int32_t crossing_bin(const SampleScratch& s, std::uint64_t limit, std::uint64_t& before) {
+// The bin in which the mass reaches the limit, or `end` if it isn't before that one; `before` becomes the mass of the
+// bins before it.
+FORERUN_INLINE std::int32_t crossing_bin(const SampleScratch& s, std::uint64_t limit, std::int32_t end,
+                                         std::uint64_t& before) {
   std::int32_t bin = 0;
-  while (before + s.mass[static_cast<std::size_t>(bin)] < limit) before += s.mass[static_cast<std::size_t>(bin++)];
+  before = 0;
+  while (bin < end && before + s.mass[static_cast<std::size_t>(bin)] < limit) {
+    before += s.mass[static_cast<std::size_t>(bin++)];
+  }
   return bin;
 }
 
@@ -210,28 +225,54 @@ FORERUN_INLINE std::uint64_t crossing_key(std::vector<Ranked>& ranked, std::uint
   return low->key;
 }
 
-// The token at which the mass of the sorted tokens reaches p of the whole mass, among those that `cut` keeps.
+// The token at which the mass of the sorted tokens reaches p of the whole mass, among those that `cut` keeps. Most of
+// it usually lies in few blocks: the others are summed, and put into bins only if it has to be looked for there.
 FORERUN_INLINE Cut top_p_cut(const Row& row, const Cut& cut, float p, SampleScratch& s) {
+  constexpr std::int32_t head = 12 * 32;  // bins up to z = -12
   s.mass.fill(0);
   alignas(64) std::uint64_t mass[kBlock];
   alignas(64) std::int32_t bin[kBlock];
-  for (int b = 0; b < row.blocks; ++b) {
-    const float top = s.block_max[static_cast<std::size_t>(b)];
-    if (top < cut.logit || bin_of(scaled(row, top)) == SampleScratch::kBins - 1) continue;
-    const int first = b * kBlock;
+  std::uint64_t total = 0;
+  const auto weigh = [&](int b, float z, float logit, int j) __attribute__((always_inline)) {
+    return mass_of(select(keeps(cut, logit, b * kBlock + j), exp32(z), 0.0f));
+  };
+  const auto put_in_bins = [&](int b) __attribute__((always_inline)) {
     const float* x = row.block[b];
+    std::uint64_t sum = 0;
     over_block(block_size(row, b), [&](auto count) __attribute__((always_inline)) {
       for (int j = 0; j < count; ++j) {
         const float z = scaled(row, x[j]);
         bin[j] = bin_of(z);
-        mass[j] = mass_of(select(keeps(cut, x[j], first + j), exp32(z), 0.0f));
+        mass[j] = weigh(b, z, x[j], j);
       }
-      for (int j = 0; j < count; ++j) s.mass[static_cast<std::size_t>(bin[j])] += mass[j];
+      for (int j = 0; j < count; ++j) {
+        s.mass[static_cast<std::size_t>(bin[j])] += mass[j];
+        sum += mass[j];
+      }
+    });
+    return sum;
+  };
+  s.later.clear();
+  for (int b = 0; b < row.blocks; ++b) {
+    const float top = s.block_max[static_cast<std::size_t>(b)];
+    if (top < cut.logit || massless(scaled(row, top))) continue;
+    if (bin_of(scaled(row, top)) < head) {
+      total += put_in_bins(b);
+      continue;
+    }
+    s.later.push_back(b);
+    const float* x = row.block[b];
+    over_block(block_size(row, b), [&](auto count) __attribute__((always_inline)) {
+      for (int j = 0; j < count; ++j) total += weigh(b, scaled(row, x[j]), x[j], j);
     });
   }
   std::uint64_t before = 0;
-  const std::uint64_t limit = limit_of(s, p);
-  const std::int32_t crossing = crossing_bin(s, limit, before);
+  const std::uint64_t limit = limit_of(total, p);
+  std::int32_t crossing = crossing_bin(s, limit, head, before);
+  if (crossing == head) {
+    for (const int b : s.later) put_in_bins(b);
+    crossing = crossing_bin(s, limit, SampleScratch::kBins, before);
+  }
   s.ranked.clear();
   for (int b = 0; b < row.blocks; ++b) {
     const float top = s.block_max[static_cast<std::size_t>(b)];
@@ -249,10 +290,13 @@ FORERUN_INLINE Cut top_p_cut(const Row& row, const Cut& cut, float p, SampleScra
   return token_of(crossing_key(s.ranked, before, limit));
 }
 
-// What the k first tokens leave; 0: everything.
+// The last of the k first tokens, and their keys in the front of s.keys; none: there is nothing to cut off but tokens of
+// -inf. k = 0 keeps all.
 FORERUN_INLINE Cut top_k_cut(const Row& row, std::int32_t k, SampleScratch& s) {
   if (k == 0 || k >= row.V) return {};
-  select_first(row, k, s);
+  constexpr float lowest = std::numeric_limits<float>::lowest();
+  select_above(row, k, std::max(bound_of_first(s.block_max, k, s.order), lowest), s);
+  if (s.keys.size() < static_cast<std::size_t>(k)) return {};
   return token_of(s.keys[static_cast<std::size_t>(k - 1)]);
 }
 

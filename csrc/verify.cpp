@@ -71,8 +71,8 @@ FORERUN_INLINE void weigh(Target& t, VerifyScratch& s) {
     const int first = b * kBlock;
     const int count = block_size(row, b);
     std::uint64_t sum = 0;
-    const bool massless = top < t.cut.logit || bin_of(scaled(row, top)) == SampleScratch::kBins - 1;
-    if (!massless) {
+    const bool without = top < t.cut.logit || massless(scaled(row, top));
+    if (!without) {
       const float* x = row.block[b];
       over_block(count, [&](auto n) __attribute__((always_inline)) {
         for (int j = 0; j < n; ++j) {
@@ -84,7 +84,7 @@ FORERUN_INLINE void weigh(Target& t, VerifyScratch& s) {
     }
     if (t.stored) {
       std::uint64_t* out = s.weights.data() + first;
-      massless ? static_cast<void>(std::fill_n(out, count, 0)) : static_cast<void>(std::copy_n(mass, count, out));
+      without ? static_cast<void>(std::fill_n(out, count, 0)) : static_cast<void>(std::copy_n(mass, count, out));
     }
     s.block_mass[static_cast<std::size_t>(b)] = sum;
     t.total += sum;

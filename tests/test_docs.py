@@ -23,13 +23,14 @@ from forerun.draft.suffix import LENGTHS, SuffixDrafter
 from forerun.engine import acceptance, auto, goodput
 from forerun.engine.output import SpeculationStats
 from forerun.sample.noise import gumbel
+from forerun.sample.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_LENGTH
 from reference.bigram import write_bigram_gguf
 from reference.drafters import Scripted
 from reference.tiny import TinySpec, write_tiny_gguf
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-WITH_EXAMPLES = ["counting.md", "draft-length.md", "drafting.md", "exactness.md", "verification.md"]
+WITH_EXAMPLES = ["constraints.md", "counting.md", "draft-length.md", "drafting.md", "exactness.md", "sampling.md", "verification.md"]
 
 
 def fences(page: str) -> list[tuple[str, str]]:
@@ -313,6 +314,24 @@ def test_the_rates_of_the_counting_page() -> None:
     assert f"{everything} / {everything + rejected} = {everything / (everything + rejected):.1%}" in text
     drafts = sum(by_position[1:])
     assert f"{drafts} / {3 * by_position[0]} = {drafts / (3 * by_position[0]):.1%}" in text
+
+
+def test_the_figures_of_the_sampling_page() -> None:
+    text = prose("sampling.md")
+    p = np.array([0.40, 0.25, 0.15, 0.10, 0.06, 0.04])
+    surprise = -np.log(p)
+    entropy = float((p * surprise).sum())
+    assert f"the entropy is {entropy:.3f}" in text
+    shown = [f"{x:.3f}".lstrip("0") for x in surprise]
+    assert f"are {', '.join(shown[:-1])} and {shown[-1]}; nearest" in text
+    nearest = [f"{abs(x - entropy):.3f}".lstrip("0") for x in surprise[1:3]]
+    assert f"token 1 (by {nearest[0]}) and token 2 (by {nearest[1]})" in text
+    left = p[:3] / p[:3].sum()
+    assert f"lowers the entropy to {-(left * np.log(left)).sum():.3f}" in text
+    assert f"token 1 ({-np.log(left[1]):.3f}) is now token 0 ({-np.log(left[0]):.3f})".replace("(0.", "(.") in text
+    for value, what in [(MAX_BAD_WORDS, "bad words"), (MAX_LOGIT_BIAS, "entries of `logit_bias`")]:
+        assert f"{value:,} {what}" in text
+    assert f"of {MAX_STOP_LENGTH:,} characters or {MAX_BAD_WORD_TOKENS} tokens each" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from forerun.engine.beam_output import BeamOutput, BeamSequence
     from forerun.engine.engine import Engine, Scores
     from forerun.engine.handle import RequestHandle
     from forerun.engine.output import EngineStats, Piece, RequestOutput, RequestStats, TokenLogprob
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BeamOutput",
+    "BeamSequence",
     "Engine",
     "EngineStats",
     "ForerunError",
@@ -40,6 +43,7 @@ if not TYPE_CHECKING:
             "errors": ("ForerunError",),
             "sample.params": ("SamplingParams",),
             "engine.output": ("EngineStats", "Piece", "RequestOutput", "RequestStats", "TokenLogprob"),
+            "engine.beam_output": ("BeamOutput", "BeamSequence"),
             "engine.engine": ("Engine", "Scores"),
             "engine.handle": ("RequestHandle",),
         }

@@ -241,6 +241,18 @@ def test_waiting_for_a_pipe_is_said(capsys: pytest.CaptureFixture[str], monkeypa
             ["-t", "2", "--seed", "6", "--min-p", "0.5"],
             {"temperature": 2.0, "seed": 6, "min_p": 0.5},
         ),
+        (
+            ["-t", "2", "--seed", "6", "--typical-p", "0.3"],
+            {"temperature": 2.0, "seed": 6, "typical_p": 0.3},
+        ),
+        (
+            ["-t", "3", "--seed", "6", "--top-p", "0.8", "--order", "top_p, temperature"],
+            {"temperature": 3.0, "seed": 6, "top_p": 0.8, "order": ("top_p", "temperature")},
+        ),
+        (
+            ["--bad-word", "e", "--bad-word", "th"],
+            {"bad_words": ("e", "th")},
+        ),
         (["--ignore-eos", "--min-tokens", "7"], {"ignore_eos": True, "min_tokens": 7}),
     ],
 )
@@ -300,6 +312,10 @@ def test_a_base_model_continues_the_text(capsys: pytest.CaptureFixture[str], mod
         (["x", "--temperature", "nan"], 2, "temperature=nan is not allowed"),
         (["x", "--temperature", "warm"], 2, "--temperature"),
         (["x", "--top-p", "1.1"], 2, "top_p=1.1 is not allowed"),
+        (["x", "--typical-p", "-1"], 2, "typical_p=-1.0 is not allowed"),
+        (["x", "--order", "top_k,heat"], 2, "order='heat' is not allowed"),
+        (["x", "--top-k", "5", "--order", "temperature"], 2, "order leaves out 'top_k'"),
+        (["x", "--bad-word", ""], 2, "bad_words='' is not allowed"),
         (["x", "--max-tokens", "0"], 2, "max_tokens=0 is not allowed"),
         (["x", "--min-tokens", "600"], 2, "min_tokens=600 is above max_tokens=512"),
         (["x", "--stop", ""], 2, "stop='' is not allowed"),

@@ -122,10 +122,13 @@ def run(mix: Mix) -> list[Group]:
         pending.append((arrives, lambda single=single: scheduler.add(single)))  # type: ignore[misc]
     pending.sort(key=lambda entry: entry[0])
     steps = waited = 0
+    # Whoever computes its last token has something to show for it, so that this happens as often as there are tokens.
+    most = 64 * (1 + sum(w * n for _, w, _, n in mix.groups) + sum(n for *_, n in mix.singles))
     while pending or scheduler.has_work:
         while pending and (pending[0][0] <= steps or not scheduler.has_work):
             pending.pop(0)[1]()
         steps += 1
+        assert steps <= most * (1 + 20 * mix.failures), "no progress"
         wishes = {request: rng.randint(0, mix.max_draft) for request in scheduler.running}
         plan = scheduler.plan(wishes if mix.max_draft else None)
         assert plan.rows

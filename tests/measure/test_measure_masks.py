@@ -248,7 +248,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not MASKBENCH.exists(), reason="maskbench.jsonl isn't here: it is data that the project lacks")
-@pytest.mark.parametrize("whitespace", ["compact", "flexible"])
+@pytest.mark.parametrize("whitespace", ["compact", pytest.param("flexible", marks=pytest.mark.slow)])
 def test_maskbench(compiler: GrammarCompiler, whitespace: Any) -> None:
     cases = read_cases(MASKBENCH)
     assert len(cases) == 410

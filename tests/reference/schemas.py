@@ -105,3 +105,12 @@ def _array(rng: random.Random, depth: int, names: list[str]) -> dict[str, Any]:
 def _combined(rng: random.Random, depth: int, names: list[str]) -> dict[str, Any]:
     keyword = rng.choice(["allOf", "allOf", "anyOf", "anyOf", "oneOf"])
     return {keyword: [_schema(rng, depth - 1, names) for _ in range(rng.randint(1, 3))]}
+
+
+def random_value(rng: random.Random, depth: int = 2) -> Any:
+    """A value of the keys and constants that the schemas are about."""
+    if depth == 0 or rng.random() < 0.4:
+        return rng.choice(_CONSTANTS)
+    if rng.random() < 0.4:
+        return [random_value(rng, depth - 1) for _ in range(rng.randint(0, 3))]
+    return {key: random_value(rng, depth - 1) for key in rng.sample([*_KEYS, "c"], rng.randint(0, 3))}

@@ -44,6 +44,10 @@ BYTES = _Bytes()
 TOKENIZER = LLTokenizer(TokenizerWrapper(BYTES), n_vocab=len(BYTES.tokens), eos_token=BYTES.eos_token_id, slices=[])
 
 
+class DeadEndError(Exception):
+    """Nothing may follow a text that isn't complete. (llguidance's mask then holds the end token alone.)"""
+
+
 def matcher_of(grammar: str) -> LLMatcher:
     """The start of a grammar; fails where it can't be compiled."""
     matcher = LLMatcher(TOKENIZER, grammar, log_level=0)
@@ -71,19 +75,18 @@ def draw(matcher: LLMatcher, rng: random.Random, limit: int = 150) -> str | None
     """One random text, or None if it didn't end within twice `limit` tokens.
 
     Classes of tokens are drawn before tokens, so that escapes, numbers and ends all come often; from `limit` on, what
-    ends something comes first.
+    ends something comes first. Raises DeadEndError.
     """
     state = matcher.deep_copy()
     out = b""
     for step in range(2 * limit):
         ids = allowed(state).tolist()
-        assert ids, f"dead end after {out!r}"
         late = step > limit
-        if BYTES.eos_token_id in ids and (late or len(ids) == 1 or rng.random() < 0.3):
+        if state.is_accepting() and (late or len(ids) == 1 or rng.random() < 0.3):
             return out.decode()
         ids = [token for token in ids if token != BYTES.eos_token_id]
         if not ids:
-            return out.decode()
+            raise DeadEndError(out)
         token = _pick(ids, rng, late)
         out += BYTES.tokens[token]
         assert state.consume_token(token), state.get_error()
@@ -104,13 +107,28 @@ def _pick(ids: list[int], rng: random.Random, late: bool) -> int:
     return rng.choice(rng.choice([group for group in groups if group]))
 
 
+class Written(float):
+    """A fraction that remembers its digits."""
+
+    digits: str
+
+    def __new__(cls, digits: str) -> Written:
+        number = super().__new__(cls, digits)
+        number.digits = digits
+        return number
+
+
+def value_of(text: str) -> Any:
+    """The value of a JSON text, with fractions as they are written."""
+    return json.loads(text, parse_float=Written)
+
+
 def _multiple_of(_: Any, divisor: float, instance: Any, __: Any) -> Iterator[jsonschema.ValidationError]:
     """`multipleOf` on decimals as written: the package divides floats, by which 0.3 is no multiple of 0.1."""
-    if isinstance(instance, (int, float)) and not isinstance(instance, bool):
-        if instance in (float("inf"), float("-inf")):
-            return
-        if Fraction(repr(instance)) % Fraction(repr(divisor)):
-            yield jsonschema.ValidationError(f"{instance} is no multiple of {divisor}")
+    if not isinstance(instance, (int, float)) or isinstance(instance, bool) or abs(instance) == float("inf"):
+        return
+    if Fraction(getattr(instance, "digits", str(instance))) % Fraction(str(divisor)):
+        yield jsonschema.ValidationError(f"{instance} is no multiple of {divisor}")
 
 
 def validator(schema: Mapping[str, Any] | bool) -> Any:
@@ -130,17 +148,21 @@ def validator(schema: Mapping[str, Any] | bool) -> Any:
 
 
 def _by_ecma(node: Any) -> Any:
-    """The schema with every $ of a pattern at the very end: Python's also stands before a last line end."""
+    """The schema with its patterns read as ECMA-262 does: $ is the very end, and classes are ASCII's."""
     if isinstance(node, list):
         return [_by_ecma(item) for item in node]
     if not isinstance(node, dict):
         return node
     out = {key: _by_ecma(value) for key, value in node.items()}
     if isinstance(node.get("pattern"), str):
-        out["pattern"] = _END.sub(r"\\Z", node["pattern"])
+        out["pattern"] = _ecma(node["pattern"])
     if isinstance(node.get("patternProperties"), dict):
-        out["patternProperties"] = {_END.sub(r"\\Z", key): value for key, value in out["patternProperties"].items()}
+        out["patternProperties"] = {_ecma(key): value for key, value in out["patternProperties"].items()}
     return out
 
 
-_END = re.compile(r"(?<!\\)\$(?=$|[|)])")
+def _ecma(pattern: str) -> str:
+    try:
+        return "(?a:" + re.sub(r"(?<!\\)\$(?=$|[|)])", r"\\Z", pattern) + ")"
+    except re.error:
+        return pattern

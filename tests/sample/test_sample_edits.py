@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from forerun.sample import LogitEdits, SamplingParams, Saved
+from forerun.sample.arrays import LateEdits
+from forerun.sample.bad_words import BadWords, token_sequences
+from forerun.sample.params import STAGES
 from reference import sampling as reference
 
 INF = math.inf
@@ -37,6 +41,7 @@ def random_params(rng: np.random.Generator, V: int) -> SamplingParams:
         presence_penalty=maybe(0.0, [-1.7, 0.1, 2]),
         logit_bias={int(token): float(rng.choice([-100, -0.1, 0, 1e-50, 0.3, 100])) for token in biased},
         min_tokens=int(rng.choice([0, 0, 1, 3, 8])),
+        **({} if rng.random() < 0.8 else {"temperature": 0.5, "order": ("temperature", "penalties")}),
     )
 
 
@@ -52,6 +57,27 @@ def random_paths(rng: np.random.Generator, V: int) -> list[list[int]]:
     return [paths[i] for i in rng.permutation(len(paths))]
 
 
+def late_disagreement(
+    edits: LogitEdits, params: SamplingParams, prompt: list[int], output: list[int], path: list[int], raw: np.ndarray
+) -> str | None:
+    """How the late edits differ from the penalties that the reference applies at once."""
+    late = edits.late(path)
+    if not params.late_penalties:
+        return None if late is None else "late edits in the default order"
+    if late is None:
+        return "no late edits"
+    if len(set(late.ids.tolist())) < len(late.ids):
+        return "a token twice"
+    x = raw.copy()
+    with np.errstate(all="ignore"):
+        values = x[late.ids] + late.bias
+        values = np.where(values < 0, values * late.factor, values / late.factor)
+        x[late.ids] = values - late.by_count - late.by_presence
+        first = dataclasses.replace(params, order=STAGES, min_tokens=0)
+        expected = reference.edited(raw, first, prompt, output + path)
+    return None if np.array_equal(x, expected, equal_nan=True) else f"late edits after {prompt} | {output} + {path}"
+
+
 def disagreement(cls: type[LogitEdits], seed: int) -> str | None:
     """Runs a random program of appends, truncations, forks and steps; says how `cls` differs from the reference."""
     rng = np.random.default_rng(seed)
@@ -59,13 +85,14 @@ def disagreement(cls: type[LogitEdits], seed: int) -> str | None:
     params = random_params(rng, V)
     prompt = random_tokens(rng, V, 10)
     banned = set(random_tokens(rng, V, 3))
+    bad_words = [rng.integers(0, V, rng.choice([1, 2, 2, 3])).tolist() for _ in range(rng.choice([0, 0, 2, 9]))]
     raw = (rng.standard_normal((8, V)) * 3).astype(np.float32)
     odd = rng.random(raw.shape) < 0.3
     raw[odd] = rng.choice(SPECIAL, int(odd.sum()))
 
-    edits = cls.of(params, prompt, banned)
+    edits = cls.of(params, prompt, banned, bad_words)
     if edits is None:
-        kept = reference.edited(raw[0], params, prompt, random_tokens(rng, V, 10), banned)
+        kept = reference.edited(raw[0], params, prompt, random_tokens(rng, V, 10), banned, bad_words)
         return None if same_bits(kept, raw[0]) else "no edits, but the reference changes logits"
     twins: list[tuple[LogitEdits, list[int]]] = [(edits, [])]
     for _ in range(12):
@@ -87,10 +114,12 @@ def disagreement(cls: type[LogitEdits], seed: int) -> str | None:
                 before = row.copy()
                 changes = edits.applies(len(path))
                 saved.append((edits.apply(row, path), row))
-                if not same_bits(row, reference.edited(before, params, prompt, output + path, banned)):
+                if not same_bits(row, reference.edited(before, params, prompt, output + path, banned, bad_words)):
                     return f"logits after {prompt} | {output} + {path}"
                 if not changes and not same_bits(row, before):
                     return "changed where nothing applies"
+                if wrong := late_disagreement(edits, params, prompt, output, path, before):
+                    return wrong
             if rng.random() < 0.3:
                 edits.append([0])
                 output.append(0)
@@ -137,8 +166,8 @@ class BanIgnoresThePath(LogitEdits):
 
 
 class BanLastsOneLonger(LogitEdits):
-    def __init__(self, params: SamplingParams, prompt_ids: Iterable[int], banned: Iterable[int]) -> None:
-        super().__init__(params, prompt_ids, banned)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._min_tokens += self._min_tokens > 0
 
 
@@ -148,8 +177,8 @@ class ChangesTheRootAlone(LogitEdits):
 
 
 class CountsThePromptInFrequency(LogitEdits):
-    def __init__(self, params: SamplingParams, prompt_ids: Iterable[int], banned: Iterable[int]) -> None:
-        super().__init__(params, prompt_ids, banned)
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], *others: Any) -> None:
+        super().__init__(params, prompt_ids, *others)
         for token in prompt_ids:
             self._count_one(token)
         self._counted.clear()
@@ -243,6 +272,50 @@ class TruncationForgetsCounts(LogitEdits):
         self._count(())
         del self._counted[n_output:]
         self._n_output = n_output
+
+
+class BadWordsIgnoreThePath(LogitEdits):
+    def _banned_after(self, path: Sequence[int]) -> np.ndarray:
+        path = list(path)
+        return super()._banned_after([-1] * len(path))
+
+
+class BadWordsForgetThePrompt(LogitEdits):
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], banned: Any, bad_words: Any = ()) -> None:
+        super().__init__(params, prompt_ids, banned, bad_words)
+        self._bad_words = BadWords(bad_words, [])
+
+
+class BadWordsMatchAnywhere(LogitEdits):
+    """The last token is banned wherever the one before it stands, whatever comes before that."""
+
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], banned: Any, bad_words: Any = ()) -> None:
+        super().__init__(params, prompt_ids, banned, [word[-2:] for word in bad_words])
+
+
+class SingleBadWordsAreForgotten(LogitEdits):
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], banned: Any, bad_words: Any = ()) -> None:
+        super().__init__(params, prompt_ids, banned, [word for word in bad_words if len(word) > 1])
+
+
+class TruncationKeepsBadWordHistory(LogitEdits):
+    def truncate(self, n_output: int) -> None:
+        history = self._bad_words.fork()
+        super().truncate(n_output)
+        self._bad_words = history
+
+
+class LateEditsIgnoreThePath(LogitEdits):
+    def late(self, path: Sequence[int] = ()) -> LateEdits | None:
+        return super().late(path[:0])
+
+
+class LateEditsComeFirstToo(LogitEdits):
+    def apply(self, logits: np.ndarray, path: Sequence[int] = ()) -> Saved:
+        late, self._late = self._late, False
+        saved = super().apply(logits, path)
+        self._late = late
+        return saved
 
 
 class ForksShareState(LogitEdits):
@@ -369,3 +442,35 @@ def test_a_row_of_a_larger_array_is_changed_in_place():
     assert step.tolist() == [[1] * 6, [1, 3, 1, 1, 1, 1], [1] * 6]
     saved.restore(step[1])
     assert (step == 1).all()
+
+
+def test_a_sequence_is_banned_where_its_beginning_was_just_written():
+    edits = LogitEdits.of(SamplingParams(), [1, 2], [], [(5,), (1, 2, 3), (2, 3, 4), (2, 2)])
+    assert edits is not None
+
+    def banned(*path: int) -> set[int]:
+        row = np.zeros(8, np.float32)
+        edits.apply(row, path)
+        return set(np.flatnonzero(row == -INF).tolist())
+
+    assert banned() == {5, 3, 2}
+    assert banned(2) == {5, 2}
+    assert banned(3) == {5, 4}
+    edits.append([3])
+    assert banned() == {5, 4}
+    assert banned(1, 2) == {5, 3, 2}
+    edits.truncate(0)
+    assert banned() == {5, 3, 2}
+
+
+def test_texts_are_banned_with_a_space_before_them_and_without():
+    def byte_level(text: str) -> list[int]:
+        return [*text.replace(" ab", "S").replace("ab", "X").encode()]
+
+    words = ["ab", [7, 8], "ab"]
+    assert token_sequences(words, byte_level, adds_space=False) == [(ord("X"),), (ord("S"),), (7, 8)]
+
+    def sentence_piece(text: str) -> list[int]:
+        return byte_level(f" {text}")
+
+    assert token_sequences(["ab"], sentence_piece, adds_space=True) == [(ord("S"),), (ord("X"),)]

@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 from forerun.errors import ForerunError, InvalidRequestError
 from forerun.sample import SamplingParams
 from forerun.sample.params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    STAGES,
 )
 
 
@@ -65,6 +68,43 @@ def test_defaults_are_greedy_and_unseeded():
         ("min_p", -0.01),
         ("min_p", 1.01),
         ("min_p", np.float32(np.nan)),
+        ("typical_p", -0.01),
+        ("typical_p", 1.01),
+        ("typical_p", math.nan),
+        ("typical_p", True),
+        ("typical_p", "0.9"),
+        ("order", "temperature"),
+        ("order", None),
+        ("order", 3),
+        ("order", ("temperature", "top-k")),
+        ("order", ("temperature", 3)),
+        ("order", [["temperature"]]),
+        ("order", ("top_k", "temperature", "top_k")),
+        ("order", {"temperature": 1}),
+        ("bad_words", None),
+        ("bad_words", 3),
+        ("bad_words", b"ab"),
+        ("bad_words", {"ab": 1}),
+        ("bad_words", [""]),
+        ("bad_words", ["a" * (MAX_STOP_LENGTH + 1)]),
+        ("bad_words", ["a\ud800"]),
+        ("bad_words", [3, 4]),
+        ("bad_words", [[]]),
+        ("bad_words", [[-1]]),
+        ("bad_words", [[2**31]]),
+        ("bad_words", [[1.0]]),
+        ("bad_words", [[True]]),
+        ("bad_words", [["a"]]),
+        ("bad_words", [list(range(MAX_BAD_WORD_TOKENS + 1))]),
+        ("bad_words", [[i] for i in range(MAX_BAD_WORDS + 1)]),
+        ("allowed_token_ids", ()),
+        ("allowed_token_ids", 3),
+        ("allowed_token_ids", "12"),
+        ("allowed_token_ids", {1: 2}),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", [2**31]),
+        ("allowed_token_ids", [True]),
+        ("allowed_token_ids", [1.0]),
         ("repetition_penalty", 0),
         ("repetition_penalty", 0.0099),
         ("repetition_penalty", 100.1),
@@ -273,6 +313,52 @@ def test_later_changes_of_a_given_list_have_no_effect():
         params.top_k = 3  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    ("stage", "knobs"),
+    [
+        ("penalties", {"logit_bias": {3: 1.0}}),
+        ("penalties", {"repetition_penalty": 1.1}),
+        ("penalties", {"presence_penalty": 0.5}),
+        ("penalties", {"frequency_penalty": -0.5}),
+        ("temperature", {"temperature": 0.7}),
+        ("top_k", {"top_k": 5}),
+        ("top_p", {"top_p": 0.9}),
+        ("min_p", {"min_p": 0.1}),
+        ("typical_p", {"typical_p": 0.9}),
+    ],
+)
+def test_a_stage_that_is_switched_on_has_to_be_in_the_order(stage, knobs):
+    without = tuple(name for name in STAGES if name != stage)
+    with pytest.raises(InvalidRequestError, match=rf"order leaves out '{stage}', which {next(iter(knobs))}.* switches"):
+        SamplingParams(**knobs, order=without)
+    assert SamplingParams(**knobs, order=(*without, stage)).order == (*without, stage)
+    assert SamplingParams(order=without).order == without
+    assert SamplingParams(order=()).order == ()
+
+
+def test_stages_that_do_nothing_make_no_other_order():
+    assert SamplingParams(temperature=0.5, top_k=3).late_order == ()
+    swapped = ("top_k", "temperature")
+    assert SamplingParams(temperature=0.5, top_k=3, order=swapped).late_order == swapped
+    assert SamplingParams(temperature=1, top_k=3, order=swapped).late_order == ()
+    assert SamplingParams(temperature=0, top_k=3, order=swapped).late_order == ()
+    penalised = SamplingParams(temperature=0.5, logit_bias={1: 2}, order=("temperature", "top_k", "penalties"))
+    assert penalised.late_order == ("temperature", "penalties")
+    assert penalised.late_penalties
+    first = SamplingParams(temperature=0.5, top_k=3, logit_bias={1: 2}, order=("penalties", "top_k", "temperature"))
+    assert first.late_order == ("top_k", "temperature")
+    assert not first.late_penalties
+
+
+def test_bad_words_and_allowed_tokens_are_normalised():
+    params = SamplingParams(bad_words=["ab", [np.int64(3), 4], (3, 4), "ab"], allowed_token_ids=[9, 2, np.int32(9)])
+    assert params.bad_words == ("ab", (3, 4))
+    assert params.allowed_token_ids == (2, 9)
+    assert SamplingParams(bad_words="ab").bad_words == ("ab",)
+    assert SamplingParams().allowed_token_ids is None
+    assert hash(params) == hash(dataclasses.replace(params))
+
+
 def test_vocabulary():
     SamplingParams(stop_token_ids=[99], logprobs=100).validate_against(100)
     with pytest.raises(InvalidRequestError, match=r"stop_token_ids contains 100; .* 0 to 99"):
@@ -280,6 +366,11 @@ def test_vocabulary():
     SamplingParams(logit_bias={99: 1, 0: 1}).validate_against(100)
     with pytest.raises(InvalidRequestError, match=r"logit_bias contains 100; .* 0 to 99"):
         SamplingParams(logit_bias={100: 1, 0: 1}).validate_against(100)
+    SamplingParams(bad_words=[[99, 0], "far away"], allowed_token_ids=[99]).validate_against(100)
+    with pytest.raises(InvalidRequestError, match=r"bad_words contains 100; .* 0 to 99"):
+        SamplingParams(bad_words=["x", [3, 100]]).validate_against(100)
+    with pytest.raises(InvalidRequestError, match=r"allowed_token_ids contains 100; .* 0 to 99"):
+        SamplingParams(allowed_token_ids=[1, 100]).validate_against(100)
     with pytest.raises(InvalidRequestError, match="logprobs=101"):
         SamplingParams(logprobs=101).validate_against(100)
 
@@ -292,6 +383,10 @@ def test_vocabulary():
         top_k=st.integers(0, 2**31 - 1),
         top_p=st.floats(0, 1),
         min_p=st.floats(0, 1),
+        typical_p=st.floats(0, 1),
+        order=st.permutations(STAGES),
+        bad_words=st.lists(st.text("abc ", min_size=1) | st.lists(st.integers(0, 99), min_size=1), max_size=3),
+        allowed_token_ids=st.none() | st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
         repetition_penalty=st.floats(0.01, 100),
         presence_penalty=st.floats(-2, 2),
         frequency_penalty=st.floats(-2, 2),

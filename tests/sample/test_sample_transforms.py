@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,8 @@ def f32(*values: float) -> np.ndarray:
     return np.array(values, dtype=np.float32)
 
 
-def kept(logits: np.ndarray, temperature: float = 1.0, **knobs: float) -> list[int]:
-    z = transforms.scale(logits, np.float32(temperature))
-    return np.flatnonzero(transforms.survivors(logits, z, **knobs)).tolist()
+def kept(logits: np.ndarray, temperature: float = 1.0, **knobs: Any) -> list[int]:
+    return np.flatnonzero(transforms.transformed(logits, temperature=temperature, **knobs) > -INF).tolist()
 
 
 logit_rows = st.lists(

@@ -309,7 +309,7 @@ def test_scores_that_are_no_numbers_are_reported(fault):
 def test_no_nodes():
     nodes = random_nodes(np.random.default_rng(11), 3, 5)
     empty = Nodes(
-        nodes.logits, *(getattr(nodes, f.name)[:0] for f in dataclasses.fields(Nodes)[1:10]), np.zeros(1, np.int32),
+        nodes.logits, *(getattr(nodes, f.name)[:0] for f in dataclasses.fields(Nodes)[1:11]), np.zeros(1, np.int32),
         np.empty(0, np.int32), np.empty((0, 5), np.float32), np.empty(0, np.int32), *Masks.none(0),
     )  # fmt: skip
     assert decided(empty) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,17 +43,10 @@ class Repeater(Chooser):
                 pass
 
 
-class _Clock(NamedTuple):
-    """An engine's totals."""
-
-    steps: int
-    seconds: float
-    mask_seconds: float
-
-    @classmethod
-    def of(cls, engine: Engine) -> _Clock:
-        now = engine.stats()
-        return cls(now.steps, now.step_seconds, now.speculation.mask_seconds)
+def _phase(engine: Engine) -> measure.Phase:
+    """All steps of an engine so far."""
+    now = engine.stats()
+    return measure.Phase(now.steps, now.step_seconds, now.speculation.mask_seconds)
 
 
 class ArmRunner:
@@ -143,16 +135,15 @@ class ArmRunner:
                 if recorded:
                     self._repeater.recorded[name] = recorded[n]
                 handles.append(engine.submit(prompt, each, request_id=name, speculate=speculate, scope=scope))
-            began: _Clock | None = None
+            began: measure.Phase | None = None
             full = measure.Phase()
             while not all(handle.finished for handle in handles):
                 engine.step()
                 requests = [handle.live.request for handle in handles]
                 if began is not None and not any(request.finished for request in requests):
-                    now = _Clock.of(engine)
-                    full = measure.Phase(*(after - before for after, before in zip(now, began, strict=True)))
+                    full = _phase(engine).since(began)
                 elif began is None and all(request.n_output for request in requests):
-                    began = _Clock.of(engine)
+                    began = _phase(engine)
             outputs = [handle.result() for handle in handles]
         finally:
             for handle in handles:

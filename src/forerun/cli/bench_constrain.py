@@ -170,7 +170,7 @@ _TIMES_LEGEND = (
 )
 _COUNTS_LEGEND = (
     "tokens/step = emitted tokens / steps that chose tokens; forced = emitted tokens that the grammar forced and the "
-    "model accepted; masks = time of grammars that no forward hid / time of the steps in which the whole group decoded; "
+    "model accepted; masks = time of grammars that no forward hid / time of steps in which the whole group decoded; "
     "ended, valid = constrained texts that ended by themselves, and those of them that obey the schema; own texts = "
     "the model's answers without constraint: valid as they are, and valid in their first code block"
 )

@@ -189,5 +189,6 @@ def _print_refused(report: measure.MaskReport) -> None:
     reasons = report.rows[-1].reasons
     _say("refused: " + ", ".join(f"{count} for {reason}" for reason, count in reasons.items()))
     for one in report.refused:
-        where = "" if one.path is None else f" at {one.path}"
-        _say(f"  {one.case_id}: {measure.reason_of(one)}{where}: {one.message}", indent="    ")
+        where = f"{measure.reason_of(one)}{'' if one.path is None else f' at {one.path}'}: "
+        told = one.keyword is not None and f'"{one.keyword}"' in one.message
+        _say(f"  {one.case_id}: {'' if told else where}{one.message}", indent="    ")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import typer
 
-from forerun.errors import DraftWarning
+from forerun.errors import ConstraintWarning, DraftWarning
 
 DEFAULT_DRAFT = "suffix"
 MAX_DRAFT = 63
@@ -52,12 +52,13 @@ def engine_options(draft: str, length: str) -> dict[str, Any]:
 
 @contextmanager
 def draft_warnings(tell: Callable[[str], None]) -> Iterator[None]:
-    """Warnings about drafting go to `tell`, as one text each, while the scope lasts."""
+    """Warnings about drafting and constraints go to `tell`, as one text each, while the scope lasts."""
 
     def show(message: Warning | str, *_where: object, **_more: object) -> None:
         tell(str(message))
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", DraftWarning)
+        warnings.simplefilter("always", ConstraintWarning)
         warnings.showwarning = show
         yield

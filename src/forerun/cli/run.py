@@ -7,6 +7,7 @@ import os
 import select
 import stat
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -16,12 +17,13 @@ import typer
 from rich.console import Console
 
 from forerun.cli import run_view
+from forerun.cli.constraint_options import ANY_JSON, CHOICE, LARK, REGEX, SCHEMA, WHITESPACE, constraint_of
 from forerun.cli.draft_options import DRAFT, DRAFT_LENGTH, draft_warnings, engine_options
 from forerun.cli.models import pull_progress
-from forerun.errors import CacheError, ForerunError, InvalidRequestError
+from forerun.errors import CacheError, ConstraintWarning, ForerunError, InvalidRequestError
 from forerun.models.catalog import Catalog
 from forerun.models.download import resolve
-from forerun.sample.params import SamplingParams, Verify
+from forerun.sample.params import STAGES, SamplingParams, Stage, Verify
 
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine
@@ -51,7 +53,10 @@ distribution). --show-drafts colours text on a terminal: accepted drafts green, 
 correction of a wrong draft yellow, its bonus after a right one cyan. Elsewhere, or with NO_COLOR
 set, they stand in brackets: <+accepted+> <!correction!> <*bonus*>. --trace tells on standard error
 for each step how the number of draft tokens was chosen; if the answer goes to the same place, after
-its end. With --json it is part of the object instead, with all lengths that were weighed."""
+its end. With --json it is part of the object instead, with all lengths that were weighed.
+
+An answer that ends by itself obeys the constraint (--json-schema and the like); one that
+--max-tokens cuts short says "finish: length"."""
 
 
 def register(app: typer.Typer) -> None:
@@ -88,6 +93,18 @@ def _run(
     top_k: int = typer.Option(0, "--top-k", help="Sample from the k most probable; 0 from all."),
     top_p: float = typer.Option(1.0, "--top-p", help="Sample from this much probability."),
     min_p: float = typer.Option(0.0, "--min-p", help="Least probability, as a share of the highest."),
+    typical_p: float = typer.Option(
+        1.0, "--typical-p", help="Sample from this much probability, of tokens as likely as is usual at their place."
+    ),
+    order: str | None = typer.Option(
+        None,
+        "--order",
+        metavar="STAGE,...",
+        help=f"In which order these run, separated by commas: {', '.join(STAGES)} (the default).",
+    ),
+    bad_word: list[str] | None = typer.Option(
+        None, "--bad-word", metavar="TEXT", help="Never write this, as the tokenizer writes it; repeatable."
+    ),
     repetition_penalty: float = typer.Option(
         1.0, "--repetition-penalty", help="Above 1: tokens of prompt and answer become less likely."
     ),
@@ -102,6 +119,12 @@ def _run(
         None, "--stop", metavar="TEXT", help="End the answer where this appears; repeatable."
     ),
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on where the model would end the answer."),
+    json_schema: Path | None = SCHEMA,
+    any_json: bool = ANY_JSON,
+    regex: str | None = REGEX,
+    choice: list[str] | None = CHOICE,
+    lark: Path | None = LARK,
+    whitespace: str = WHITESPACE,
     draft: str = DRAFT,
     draft_len: str = DRAFT_LENGTH,
     speculate: bool = typer.Option(True, "--speculate/--no-speculate", help="Whether drafts are made for this answer."),
@@ -125,13 +148,24 @@ def _run(
         raise typer.BadParameter("--show-drafts marks the text as it streams, which --json leaves out")
     nothing_drafts = "--draft none" if draft == "none" else None if speculate else "--no-speculate"
     settings = engine_options(draft if speculate else "none", draft_len)
+    constraint = constraint_of(json_schema, any_json, regex, choice, lark, whitespace)
+    if constraint is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConstraintWarning)  # said when it is submitted
+            constraint.check()  # before a model is downloaded
     try:
         params = SamplingParams(
             max_tokens=max_tokens,
+            constraint=constraint,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
+            typical_p=typical_p,
+            order=STAGES
+            if order is None
+            else tuple(cast(Stage, name.strip()) for name in order.split(",")),  # checked there
+            bad_words=bad_word or (),
             repetition_penalty=repetition_penalty,
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from llguidance import LLMatcher
 
@@ -45,12 +45,13 @@ def diagnose(document: Document, message: str) -> InvalidConstraintError:
     reason = first_line(message)
     place = document.root
     budget = _Budget()
+    seen: set[str] = {place.path}
     deeper: Place | None = place
     while deeper is not None:
         place = deeper
-        deeper = next((part for part in _parts(place) if (why := budget.error(document, part)) and _alike(why, reason)), None)
+        deeper = next((part for part in _parts(document, place) if _fails(document, part, reason, budget, seen)), None)
     keyword = _keyword(document, place, reason, budget)
-    words = _words(reason, keyword)
+    words = _words(reason)
     if keyword is None:
         return InvalidConstraintError(f"the schema at {place.path} {words}", path=place.path)
     path = child(place.path, keyword)
@@ -73,10 +74,12 @@ class _Budget:
             lowered = lower(document, place)
         except SchemaError:
             return None
+        if isinstance(lowered.schema, bool):
+            return None if lowered.schema else "Unsatisfiable schema: schema is false"
         text = json.dumps(lowered.schema)
         grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
         failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-        return first_line(messages[0]) if failed else None
+        return str(first_line(messages[0])) if failed else None
 
 
 def _alike(one: str, other: str) -> bool:
@@ -87,12 +90,24 @@ def _alike(one: str, other: str) -> bool:
     return ("Unsatisfiable" in one or "unsatisfiable" in one) == ("Unsatisfiable" in other or "unsatisfiable" in other)
 
 
-def _parts(place: Place) -> Iterator[Place]:
-    """The schemas in a schema."""
+def _fails(document: Document, part: Place, reason: str, budget: _Budget, seen: set[str]) -> bool:
+    """Whether a part that wasn't looked at before fails alone as the whole does."""
+    if part.path in seen:
+        return False
+    seen.add(part.path)
+    why = budget.error(document, part)
+    return why is not None and _alike(why, reason)
+
+
+def _parts(document: Document, place: Place) -> Iterator[Place]:
+    """The schemas in a schema, and the one that it refers to."""
     node, path, base = place
     if not isinstance(node, dict):
         return
-    for keyword in ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas"):
+    base = document.base(node, base)
+    if isinstance(node.get("$ref"), str):
+        yield document.resolve(node["$ref"], Place(node, path, base))
+    for keyword in ("properties", "patternProperties", "dependentSchemas"):
         inner = node.get(keyword)
         if isinstance(inner, dict):
             for key, value in inner.items():
@@ -108,13 +123,13 @@ def _parts(place: Place) -> Iterator[Place]:
 
 
 def _keyword(document: Document, place: Place, reason: str, budget: _Budget) -> str | None:
-    node: Any = place.node
+    node = place.node
     if not isinstance(node, dict):
         return None
     for words, (keyword, _) in _CAUSES.items():
         if words in reason and keyword in node:
             return keyword
-    applied = [key for key in node if key in keywords.ENFORCED]
+    applied: list[str] = [key for key in node if key in keywords.ENFORCED]
     if len(applied) == 1:
         return applied[0]
     for key in reversed(applied):
@@ -124,7 +139,7 @@ def _keyword(document: Document, place: Place, reason: str, budget: _Budget) -> 
     return None
 
 
-def _words(reason: str, keyword: str | None) -> str:
+def _words(reason: str) -> str:
     for words, (_, advice) in _CAUSES.items():
         if words in reason:
             return advice

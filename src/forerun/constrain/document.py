@@ -18,6 +18,10 @@ MAX_DEPTH: Final = 100
 """Deepest nesting of objects and arrays in a schema."""
 
 
+MAX_DIGITS: Final = 400
+"""Most digits of an integer in a schema."""
+
+
 class Place(NamedTuple):
     """A part of a document: its value, where it stands ("#/properties/a"), and the URI that references start from."""
 
@@ -62,7 +66,7 @@ def as_text(schema: Any) -> str:
 def read(text: str) -> Any:
     """A schema given as text. Raises InvalidConstraintError for text that isn't JSON, as `as_text` does."""
     try:
-        schema = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+        schema = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_int=_integer)
     except RecursionError:
         raise InvalidConstraintError(f"the schema is nested deeper than {MAX_DEPTH} levels.") from None
     except json.JSONDecodeError as error:
@@ -83,9 +87,7 @@ class Document:
         self._resources: dict[str, Place] = {"": self.root}
         self._anchors: dict[str, Place] = {}
         dialect = root.get("$schema") if isinstance(root, dict) else None
-        self._id_keywords: Final = (
-            ("$id", "id") if isinstance(dialect, str) and "draft-04" in dialect else ("$id",)
-        )
+        self._id_keywords: Final = ("$id", "id") if isinstance(dialect, str) and "draft-04" in dialect else ("$id",)
         self._scan(root, "#", "")
 
     def resolve(self, reference: str, place: Place) -> Place:
@@ -93,8 +95,9 @@ class Document:
         uri, fragment = urldefrag(urljoin(place.base, reference) if place.base else reference)
         resource = self._resources.get(uri)
         if resource is None:
-            fail("$ref", place.path, f"is {shown(reference)}, which isn't in this schema; only references within it are "
-                 "followed. Put what it means under $defs.")  # fmt: skip
+            fail(
+                "$ref", place.path, f"is {shown(reference)}, which isn't in this schema. Put what it means under $defs."
+            )
         fragment = unquote(fragment)
         if not fragment:
             return resource
@@ -146,11 +149,11 @@ class Document:
 
 def _check_json(value: Any, path: str, depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise InvalidConstraintError(f"the schema is nested deeper than {MAX_DEPTH} levels, at {path[:200]}.", path=path)
+        raise InvalidConstraintError(f"the schema is nested deeper than {MAX_DEPTH} levels.", path=path)
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
-                raise InvalidConstraintError(f"the schema has the key {key!r} at {path}; keys must be texts.", path=path)
+                raise InvalidConstraintError(f"the schema has the key {key!r} at {path}, which is no text.", path=path)
             _check_text(key, path)
             _check_json(inner, child(path, key), depth + 1)
     elif isinstance(value, (list, tuple)):
@@ -158,10 +161,15 @@ def _check_json(value: Any, path: str, depth: int) -> None:
             _check_json(inner, child(path, index), depth + 1)
     elif isinstance(value, str):
         _check_text(value, path)
+    elif isinstance(value, int):
+        if abs(value) >= 10**MAX_DIGITS:
+            raise InvalidConstraintError(
+                f"the schema has a number of more than {MAX_DIGITS} digits at {path}.", path=path
+            )
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise InvalidConstraintError(f"the schema has {value} at {path}; JSON has only finite numbers.", path=path)
-    elif value is not None and not isinstance(value, (bool, int)):
+    elif value is not None:
         raise InvalidConstraintError(
             f"the schema has a {type(value).__name__} at {path}; expected what JSON has: objects, lists, texts, "
             "numbers, true, false and null.",
@@ -170,7 +178,7 @@ def _check_json(value: Any, path: str, depth: int) -> None:
 
 
 def _check_text(text: str, path: str) -> None:
-    if any(0xD800 <= ord(character) < 0xE000 for character in text) if not text.isascii() else False:
+    if not text.isascii() and any(0xD800 <= ord(character) < 0xE000 for character in text):
         raise InvalidConstraintError(f"the schema has a lone surrogate in a text at {path}.", path=path)
 
 
@@ -183,6 +191,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f"the key {shown(key)} appears twice in one object")
             seen.add(key)
     return result
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has more than {MAX_DIGITS} digits")
+    return int(digits)
 
 
 def _no_constant(name: str) -> NoReturn:

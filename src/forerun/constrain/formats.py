@@ -20,12 +20,8 @@ _OFFSET: Final = "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _FRACTION: Final = r"(?:\.[0-9]{1,9})?"
 _TIME: Final = f"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]{_FRACTION}{_OFFSET}"
 
-_DURATION_TIME: Final = (
-    "T(?:[0-9]{1,9}H(?:[0-9]{1,9}M(?:[0-9]{1,9}S)?)?|[0-9]{1,9}M(?:[0-9]{1,9}S)?|[0-9]{1,9}S)"
-)
-_DURATION_DATE: Final = (
-    "(?:[0-9]{1,9}Y(?:[0-9]{1,9}M(?:[0-9]{1,9}D)?)?|[0-9]{1,9}M(?:[0-9]{1,9}D)?|[0-9]{1,9}D)"
-)
+_DURATION_TIME: Final = "T(?:[0-9]{1,9}H(?:[0-9]{1,9}M(?:[0-9]{1,9}S)?)?|[0-9]{1,9}M(?:[0-9]{1,9}S)?|[0-9]{1,9}S)"
+_DURATION_DATE: Final = "(?:[0-9]{1,9}Y(?:[0-9]{1,9}M(?:[0-9]{1,9}D)?)?|[0-9]{1,9}M(?:[0-9]{1,9}D)?|[0-9]{1,9}D)"
 _DURATION: Final = f"P(?:{_DURATION_DATE}(?:{_DURATION_TIME})?|{_DURATION_TIME}|[0-9]{{1,9}}W)"
 
 _LETTER: Final = "[0-9A-Za-z]"
@@ -34,7 +30,7 @@ _LABEL: Final = (
     f"{_LETTER}(?:{_INNER}?{_LETTER}|{_INNER}{_INNER}{_LETTER}"
     f"|{_INNER}(?:{_LETTER}{_INNER}|-{_LETTER}){_INNER}{{0,58}}{_LETTER})?"
 )
-"""A label of a host name; none that looks like an encoded one ("xn--"), which would have to decode to something valid."""
+"""A label of a host name; none that looks like an encoded one ("xn--"), which would have to decode to a valid name."""
 
 _HOSTNAME: Final = rf"{_LABEL}(?:\.{_LABEL})*"
 _ATOM: Final = r"[0-9A-Za-z!#$%&'*+/=?^_`{|}~-]{1,30}"

@@ -19,6 +19,7 @@ MAX_COUNT: Final = 1_000_000
 
 _EXACT: Final = 2**53
 _HUGE: Final = 2.0**63
+_SMALL: Final = 1e-12
 
 
 def count(node: Mapping[str, Any], keyword: str, path: str) -> int | None:
@@ -93,12 +94,12 @@ def strings(node: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[di
     return out, also
 
 
-def pattern(text: object, keyword: str, path: str) -> str:
-    """An expression of whole strings for a pattern."""
+def pattern(text: object, keyword: str, path: str, *, exact: bool = False) -> str:
+    """An expression of whole strings for a pattern (`exact`: see patterns.whole)."""
     if not isinstance(text, str):
         fail(keyword, path, f"must be a regular expression, got {shown(text)}.")
     try:
-        return patterns.whole(text)
+        return patterns.whole(text, exact=exact)
     except patterns.PatternError as error:
         fail(keyword, path, f"is {shown(text)}, which can't be enforced: {error}.")
 
@@ -106,6 +107,17 @@ def pattern(text: object, keyword: str, path: str) -> str:
 def anchored(expression: str) -> str:
     """An expression of whole strings as a pattern."""
     return f"^(?:{expression})$"
+
+
+def has_control(value: Any) -> bool:
+    """Whether a constant has a character in it that JSON can only write with \\u."""
+    if isinstance(value, dict):
+        return any(has_control(inner) for inner in value.values())
+    if isinstance(value, list):
+        return any(map(has_control, value))
+    return isinstance(value, str) and any(
+        (character < " " and character not in "\n\r\t\b\f") or character == "\x7f" for character in value
+    )
 
 
 def check_constant(value: Any, keyword: str, path: str) -> None:
@@ -118,10 +130,9 @@ def check_constant(value: Any, keyword: str, path: str) -> None:
             check_constant(inner, keyword, child(path, index))
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         whole = value == int(value)
-        if whole and abs(value) > _EXACT and not _holds(value):
-            fail(keyword, path, f"has the number {shown(value)}; constants are exact up to 2^53. Use type integer, or a "
-                 "text.")  # fmt: skip
-        if not whole and not 1e-12 <= abs(value):
+        if whole and not _holds(value):
+            fail(keyword, path, f"has the number {shown(value)}; constants are exact up to 2^53 only. Use a text.")
+        if not whole and abs(value) < _SMALL:
             fail(keyword, path, f"has the number {shown(value)}, which is too small to be enforced exactly.")
 
 
@@ -155,7 +166,7 @@ def _holds(value: int | float) -> bool:
     """Whether llguidance compares with exactly this bound."""
     if isinstance(value, int):
         return abs(value) <= _EXACT or (abs(value) < _HUGE and int(float(value)) == value)
-    return abs(value) < _HUGE and (value == 0 or abs(value) >= 1e-12)
+    return abs(value) < _HUGE and (value == 0 or abs(value) >= _SMALL)
 
 
 def _inside(value: int, side: int) -> int:

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from forerun.constrain import keywords, leaves, patterns
+from llguidance import LLMatcher
+
+from forerun.constrain import formats, keywords, leaves, patterns
 from forerun.constrain.document import Document, Place, child, fail, shown
 from forerun.constrain.finite import prune
 
@@ -71,6 +73,7 @@ class _Lowering:
         self._todo: list[tuple[Place, _Site]] = []
         self._same: dict[str, list[tuple[str, str]]] = {}
         self._escapes = True
+        self._control: tuple[str, str] | None = None
         self._unknown: dict[str, None] = {}
         self._notes: dict[str, None] = {}
 
@@ -81,6 +84,12 @@ class _Lowering:
             target, site = self._todo.pop()
             definitions[site.owner] = self._schema(target, site)
         self._refuse_loops()
+        if self._control and not self._escapes:
+            fail(
+                *self._control,
+                "has a control character, which can't be allowed where objects of the schema take "
+                "further properties beside allOf, anyOf, $ref or patternProperties. Set additionalProperties to false.",
+            )
         schema = prune(root, definitions, place.path)
         return Lowered(schema, self._escapes, tuple(self._unknown), tuple(self._notes))
 
@@ -134,11 +143,13 @@ class _Lowering:
         out.update(leaves.numbers(node, path, notes))
         text, also = leaves.strings(node, path)
         out.update(text)
-        if (name := node.get("format")) in leaves.formats.INTEGER_RANGES:
+        name = node.get("format")
+        if name is not None and name in formats.INTEGER_RANGES:
             out.update(leaves.integer_range(name, out, notes))
         self._notes.update(dict.fromkeys(notes))
         if "const" in node:
             leaves.check_constant(node["const"], "const", path)
+            self._find_control(node["const"], "const", path)
             out["const"] = node["const"]
         if "enum" in node:
             values = node["enum"]
@@ -150,8 +161,13 @@ class _Lowering:
                 fail("enum", path, f"has {len(values)} values; the limit is {MAX_ENUM}.")
             for value in values:
                 leaves.check_constant(value, "enum", path)
+                self._find_control(value, "enum", path)
             out["enum"] = values
         return also
+
+    def _find_control(self, value: Json, keyword: str, path: str) -> None:
+        if self._control is None and leaves.has_control(value):
+            self._control = (keyword, path)
 
     def _ref(self, place: Place, site: _Site, out: dict[str, Json]) -> None:
         reference = place.node["$ref"]
@@ -217,12 +233,14 @@ class _Lowering:
             out["required"] = _required(node["required"], path)
             names.update(dict.fromkeys(out["required"]))
         if "patternProperties" in node:
-            out["patternProperties"] = {
-                leaves.anchored(leaves.pattern(key, "patternProperties", path)): self._child(
-                    place, inside, "patternProperties", key
-                )
-                for key in node["patternProperties"]
-            }
+            out["patternProperties"] = {}
+            for key in node["patternProperties"]:
+                schema = self._child(place, inside, "patternProperties", key)
+                expression = leaves.pattern(key, "patternProperties", path, exact=True)
+                if _adds(expression, names):
+                    out["patternProperties"][leaves.anchored(expression)] = schema
+                else:
+                    _add_to(out.setdefault("properties", {}), names, expression, schema)
         if "additionalProperties" in node:
             out["additionalProperties"] = self._child(place, inside, "additionalProperties")
         self._counts(node, path, out)
@@ -252,7 +270,11 @@ class _Lowering:
         if site.merged or patterned or not short or {"minProperties", "maxProperties"} & out.keys():
             self._escapes = False
             return
-        out["patternProperties"] = {leaves.anchored(patterns.none_of(names)): out.get("additionalProperties", True)}
+        further = out.get("additionalProperties", True)
+        properties = out.setdefault("properties", {})
+        for name in names:
+            properties.setdefault(name, further)
+        out["patternProperties"] = {leaves.anchored(patterns.none_of(names)): further}
         out["additionalProperties"] = False
 
     def _dependencies(self, place: Place, site: _Site) -> list[Json]:
@@ -301,10 +323,31 @@ class _Lowering:
             visit(start)
 
 
+def _adds(expression: str, names: dict[str, None]) -> bool:
+    """Whether an expression matches any key beyond some names; a pattern that doesn't would leave a dead end."""
+    if not names or sum(map(len, names)) > MAX_NAMES or max(map(len, names)) > MAX_NAME:
+        return True
+    return _meet(expression, patterns.none_of(names))
+
+
+def _add_to(properties: dict[str, Json], names: dict[str, None], expression: str, schema: Json) -> None:
+    """Applies what a pattern says to the named properties that it matches."""
+    for name in names:
+        if _meet(expression, patterns.literal(name)):
+            properties[name] = {"allOf": [properties[name], schema]} if name in properties else schema
+
+
+def _meet(one: str, other: str) -> bool:
+    """Whether any string matches both of two expressions."""
+    both = {"type": "string", "allOf": [{"pattern": leaves.anchored(rule)} for rule in (one, other)]}
+    failed, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(both))
+    return not (failed and "Regex is empty" in messages[0])
+
+
 def _required(value: Json, path: str, name: str | None = None) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         if name is None:
-            hint = " Draft 3's form isn't supported: list the names beside properties." if isinstance(value, bool) else ""
+            hint = " List the names beside properties, not in each." if isinstance(value, bool) else ""
             fail("required", path, f"must be a list of names, got {shown(value)}.{hint}")
         fail(None, path, f"must be a list of names, got {shown(value)}.")
     return list(dict.fromkeys(value))

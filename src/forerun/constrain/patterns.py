@@ -3,7 +3,8 @@
 `pattern` and `patternProperties` hold ECMA-262 expressions that search in a string
 (https://json-schema.org/draft/2020-12/json-schema-core#name-regular-expressions). llguidance takes Rust's
 syntax without look-around, so anchors are resolved here: the result always matches a whole string. Where
-ECMA-262 and Python differ over a class (`.`, `\\s`, `\\W`, ...), a character must be in it by both.
+ECMA-262 and Python differ over a class (`\\s`, `\\W`, ...), the characters of a value must be in it by both; which keys
+a pattern is about is up to ECMA-262 alone.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ _WORD: Final = "0-9A-Za-z_"
 _DIGIT_EITHER: Final = r"\p{Nd}"
 _WORD_EITHER: Final = r"\p{L}\p{N}\p{M}_"
 
-_INSIDE: Final = {"d": (_DIGIT, _DIGIT_EITHER), "w": (_WORD, _WORD_EITHER), "s": (_SPACE_BOTH, _SPACE_EITHER)}
-"""The characters of a class: surely in it, and in it by any reading."""
+_CAUTIOUS: Final = {"d": (_DIGIT, _DIGIT_EITHER), "w": (_WORD, _WORD_EITHER), "s": (_SPACE_BOTH, _SPACE_EITHER)}
+"""The characters of a class: in it by every reading, and in it by any."""
+
+_ECMA: Final = {
+    "d": (_DIGIT, _DIGIT),
+    "w": (_WORD, _WORD),
+    "s": (_SPACE_BOTH + r"\x{feff}", _SPACE_BOTH + r"\x{feff}"),
+}
 
 _CONTROL: Final = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0}
 
@@ -72,12 +79,13 @@ class _Atom:
 _Term = _Anchor | _Group | _Atom
 
 
-def whole(pattern: str) -> str:
+def whole(pattern: str, *, exact: bool = False) -> str:
     """The Rust expression of all strings in which an ECMA-262 expression finds something.
 
-    It holds no anchors and no look-around, and stands for a whole string. Raises PatternError.
+    It holds no anchors and no look-around, and stands for a whole string. Unless `exact`, strings are left out of which
+    Python's expressions would say otherwise because of a class. Raises PatternError.
     """
-    parsed = _Parser(pattern).parse()
+    parsed = _Parser(pattern, _ECMA if exact else _CAUTIOUS).parse()
     alternatives = []
     for terms in _resolved(parsed):
         start = bool(terms) and isinstance(terms[0], _Anchor) and terms[0].start
@@ -170,8 +178,9 @@ def _resolved(alternatives: list[list[_Term]]) -> list[list[_Term]]:
 
 
 class _Parser:
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, classes: dict[str, tuple[str, str]]) -> None:
         self._text = pattern
+        self._classes = classes
         self._at = 0
         self._depth = 0
 
@@ -277,8 +286,8 @@ class _Parser:
     def _escape(self) -> str:
         """An escape outside of a class."""
         character = self._next()
-        if character.lower() in _INSIDE:
-            surely, possibly = _INSIDE[character.lower()]
+        if character.lower() in self._classes:
+            surely, possibly = self._classes[character.lower()]
             return f"[{surely}]" if character.islower() else f"[^{possibly}]"
         if character in "pP":
             return self._property(character)
@@ -376,8 +385,8 @@ class _Parser:
         if character != "\\":
             return ord(character)
         escape = self._next()
-        if escape.lower() in _INSIDE:
-            surely, possibly = _INSIDE[escape.lower()]
+        if escape.lower() in self._classes:
+            surely, possibly = self._classes[escape.lower()]
             if escape.islower():
                 return possibly if negated else surely
             return f"[^{surely if negated else possibly}]"

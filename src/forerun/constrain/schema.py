@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from forerun.constrain.diagnosis import diagnose
 from forerun.constrain.document import Document, as_text, read
 from forerun.constrain.lower import Lowered, lower
-from forerun.constrain.spec import MAX_CONSTRAINT_BYTES, Constraint, checked_text
+from forerun.constrain.spec import Constraint, checked_text
 from forerun.errors import ConstraintWarning, InvalidConstraintError
 
 Whitespace = Literal["compact", "flexible"]
@@ -111,9 +111,9 @@ class Json(Constraint):
 
 def json_grammar(lowered: Lowered, whitespace: Whitespace = "compact") -> str:
     """The grammar of a schema written for llguidance."""
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(lowered.schema, ensure_ascii=False), overrides=compile_options(lowered, whitespace)
-    )
+    options: Any = compile_options(lowered, whitespace)
+    schema = {} if lowered.schema is True else lowered.schema
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False), overrides=options)
 
 
 def compile_options(lowered: Lowered, whitespace: Whitespace = "compact") -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +20,12 @@ from llguidance import LLMatcher
 from forerun.errors import InvalidConstraintError
 
 MAX_CONSTRAINT_BYTES: Final = 4 << 20
-"""The largest constraint: the UTF-8 bytes of a schema as compact JSON, a pattern, a grammar, or all choices together."""
+"""The largest constraint: bytes of a schema as compact JSON, of a pattern or grammar, or of all choices together."""
 
 MAX_CHOICES: Final = 50_000
+
+MAX_REPEATS: Final = 100_000
+"""Most that nested repetitions of a regular expression may multiply to."""
 
 
 class Constraint(ABC):
@@ -80,7 +84,9 @@ class Regex(Constraint):
     """The whole text matches a regular expression, in the syntax of Rust's regex crate.
 
     `^` and `$` may stand at the ends, where they change nothing. There is no look-around, back reference or
-    word boundary: these raise InvalidConstraintError. https://docs.rs/regex/latest/regex/#syntax
+    word boundary: these raise InvalidConstraintError, and so do repetitions that multiply to more than MAX_REPEATS.
+    `.` is any character but a line end; `\\d`, `\\w` and `\\s` are those of Unicode.
+    https://docs.rs/regex/latest/regex/#syntax
     """
 
     pattern: str
@@ -95,34 +101,24 @@ class Regex(Constraint):
     def check(self) -> None:
         if not self.pattern:
             raise InvalidConstraintError("the pattern of Regex is empty; only the empty text would match it.")
-        _check_compiles(self)
+        if (times := repeats(self.pattern)) > MAX_REPEATS:
+            raise InvalidConstraintError(
+                f"the pattern's nested repetitions multiply to {times}; the limit is {MAX_REPEATS}. Make them smaller."
+            )
+        failed, messages = LLMatcher.validate_grammar_with_warnings(self.grammar())
+        if failed:
+            raise self.explain(messages[0])
 
     def grammar(self) -> str:
         return LLMatcher.grammar_from_regex(self.pattern)
 
-
-@dataclass(frozen=True, eq=False)
-class Lark(Constraint):
-    """The whole text follows a context-free grammar in llguidance's dialect of Lark; the first rule is `start`.
-
-    https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
-    """
-
-    text: str
-
-    def __post_init__(self) -> None:
-        checked_text(self.text, "Lark", "grammar")
-
-    @property
-    def content(self) -> str:
-        return self.text
-
-    def check(self) -> None:
-        if not self.text.strip():
-            raise InvalidConstraintError("the grammar of Lark is empty; expected rules, one of them named start.")
-
-    def grammar(self) -> str:
-        return LLMatcher.grammar_from_lark(self.text)
+    def explain(self, message: str) -> InvalidConstraintError:
+        lines = [line.strip() for line in message.splitlines()]
+        reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+        if reason is None:
+            reason = first_line(message).split("(in regex): ")[-1]
+        shown = self.pattern if len(self.pattern) <= 80 else self.pattern[:80] + "..."
+        return InvalidConstraintError(f"the regular expression {shown!r} can't be compiled: {reason}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +188,47 @@ def checked_text(text: object, what: str, part: str) -> str:
     return text
 
 
-def _check_compiles(constraint: Constraint) -> None:
-    failed, messages = LLMatcher.validate_grammar_with_warnings(constraint.grammar())
-    if failed:
-        raise constraint.explain(messages[0])
+_REPETITION: Final = re.compile(r"\{(\d{1,9})(?:,(\d{0,9}))?\}")
+
+
+def repeats(pattern: str) -> int:
+    """The most that nested repetitions of a regular expression multiply to; `*` and `+` count once."""
+    most = [1]
+    last = 1
+    at = 0
+    while at < len(pattern):
+        character = pattern[at]
+        if character == "\\":
+            last = 1
+            at += 2
+            continue
+        if character == "[":
+            at = _class_end(pattern, at)
+            last = 1
+            continue
+        if character == "(":
+            most.append(1)
+            last = 1
+        elif character == ")" and len(most) > 1:
+            last = most.pop()
+            most[-1] = max(most[-1], last)
+        elif character == "{" and (found := _REPETITION.match(pattern, at)):
+            last *= max(int(found[1]), int(found[2] or 0), 1)
+            most[-1] = max(most[-1], last)
+            at = found.end()
+            continue
+        elif character not in "*+?":
+            last = 1
+        at += 1
+    return max(most)
+
+
+def _class_end(pattern: str, at: int) -> int:
+    """The end of a class of characters, whose own brackets may be nested."""
+    depth = 0
+    while at < len(pattern):
+        depth += {"[": 1, "]": -1}.get(pattern[at], 0)
+        at += 2 if pattern[at] == "\\" else 1
+        if depth <= 0:
+            break
+    return at

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MIN_CONTEXT: Final = 4
 MAX_CONTEXT: Final = 32
-"""Tokens before a forced text that are looked at to write it as the model would: more than the least within a number."""
+"""Tokens before a forced text that are looked at to write it as the model would; beyond the least within a number."""
 
 
 class GrammarState:
@@ -296,7 +296,9 @@ class GrammarState:
         return 0 <= token < self._vocabulary.size and bool(int(row[token >> 5]) >> (token & 31) & 1)
 
     def _reason(self) -> str:
-        return str(self._matcher.stop_reason()) if self._matcher.is_error() else "dead end"
+        """Why nothing is allowed, in llguidance's words."""
+        lines = [line for line in self._matcher.get_error().splitlines() if line and not line.startswith("<")]
+        return lines[0] if lines else "no token fits"
 
 
 def _walk(parents: Sequence[int]) -> Iterator[tuple[int, int]]:

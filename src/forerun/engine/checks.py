@@ -7,7 +7,9 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from forerun.errors import InvalidRequestError
+from forerun.errors import ConfigurationError, InvalidRequestError
+from forerun.models.checks import setting
+from forerun.ops import BLOCK
 from forerun.sample.params import SamplingParams
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -22,6 +24,25 @@ def checked_params(params: object, vocab_size: int) -> SamplingParams:
         raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}")
     params.validate_against(vocab_size)
     return params
+
+
+def checked_scope(scope: object) -> str | None:
+    """The caller's name; raises `InvalidRequestError`."""
+    if scope is not None and not isinstance(scope, str):
+        raise InvalidRequestError(f"scope={scope!r} is not allowed; expected a text, or None")
+    return scope
+
+
+def model_length(wanted: int | None, context: int, kv_blocks: int) -> int:
+    """The most positions that the engine uses; None: all that context and pool allow. Raises `ConfigurationError`."""
+    if wanted is None:
+        return min(context, kv_blocks * BLOCK)
+    length = setting("max_model_len", wanted, 1, 2**31 - 1)
+    if length > context:
+        raise ConfigurationError(
+            f"max_model_len={length} is above the model's context of {context} tokens; lower it, or leave it out"
+        )
+    return length
 
 
 def params_for_each(params: object, n_prompts: int) -> Sequence[SamplingParams | None]:

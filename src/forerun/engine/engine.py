@@ -19,13 +19,18 @@ from forerun.draft.base import MAX_NODES, Drafter
 from forerun.draft.registry import DraftContext, DrafterFactory, drafter_factory
 from forerun.engine.auto import AutoPace
 from forerun.engine.batch import StepBatch
+from forerun.engine.beam_output import BeamOutput
+from forerun.engine.beam_rules import BeamRules, EarlyStopping
+from forerun.engine.beams import LiveBeam, beam_params
 from forerun.engine.checks import (
     Message,
     Prompt,
     checked_ids,
     checked_params,
+    checked_scope,
     listed_conversations,
     listed_prompts,
+    model_length,
     params_for_each,
 )
 from forerun.engine.choose import Chooser, not_numbers
@@ -35,7 +40,7 @@ from forerun.engine.loop import Loop
 from forerun.engine.masks import StepMasks
 from forerun.engine.output import EngineStats, Piece, RequestOutput
 from forerun.engine.pace import FixedPace, Pace
-from forerun.engine.request import Request, token_limit
+from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.speculate import Speculator
 from forerun.engine.steptime import step_times
@@ -123,7 +128,7 @@ class Engine:
             check_tokenizer(self.tokenizer, self.config)
             self.chat_template = source.chat_template()
             fingerprint = source.fingerprint()
-            self.max_model_len = _model_len(max_model_len, self.config.context_length, kv_blocks)
+            self.max_model_len = model_length(max_model_len, self.config.context_length, kv_blocks)
             self.pool = BlockPool(kv_blocks, BLOCK)
             self.prefix_cache = PrefixCache(self.pool) if prefix_cache else None
             self.scheduler = Scheduler(
@@ -290,8 +295,7 @@ class Engine:
         params = checked_params(params, self.config.vocab_size)
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise InvalidRequestError(f"request_id={request_id!r} is not allowed; expected a text, or None")
-        if scope is not None and not isinstance(scope, str):
-            raise InvalidRequestError(f"scope={scope!r} is not allowed; expected a text, or None")
+        scope = checked_scope(scope)
         for flag, value in (("speculate", speculate), ("trace", trace)):
             if not isinstance(value, bool | np.bool_):
                 raise InvalidRequestError(f"{flag}={value!r} is not allowed; expected True or False")
@@ -304,14 +308,39 @@ class Engine:
             live = LiveRequest(Request(name, ids, params, salt=scope), params, _seed(params), self.tokenizer)
             live.speculate = bool(speculate) and self.speculator is not None
             live.traced = bool(trace)
-            if grammar is not None:
-                # What it can't be served for is said now, though it isn't scheduled yet.
-                token_limit(live.request, self.max_model_len, self.pool.capacity_tokens)
-                if grammar.done():
-                    live.constrain(grammar.result())
-                    grammar = None
             self._loop.submit(live, grammar)
         return RequestHandle(self._loop, live)
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        beams: int = 4,
+        *,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        n_return: int | None = None,
+        scope: str | None = None,
+        **params: Any,
+    ) -> BeamOutput:
+        """The most probable texts that beam search finds, best score first, with Hugging Face's rules and defaults.
+
+        `beams`, `length_penalty`, `early_stopping` and `n_return` are explained at `BeamRules`. `params` are fields of
+        `SamplingParams`: max_tokens, constraint, penalties, logit_bias, bad_words, allowed_token_ids, min_tokens,
+        stop_token_ids, ignore_eos and skip_special_tokens. Beams share the KV of what they have in common, and run
+        beside other requests. Speculation isn't applied to them.
+
+        Raises `InvalidRequestError` or `CapacityError` if it can't be served, `ConstraintError` if no beam can go on.
+        """
+        rules, sampling = BeamRules(beams, length_penalty, early_stopping, n_return), beam_params(params)
+        sampling = checked_params(sampling, self.config.vocab_size)
+        ids = self._prompt_ids(prompt)
+        scope = checked_scope(scope)
+        grammar = self._grammar(sampling)
+        with self._loop.lock:
+            request = Request(self._unused_id(), ids, sampling, salt=scope)
+            live = LiveBeam(request, sampling, self.tokenizer, rules)
+            self._loop.submit(live, grammar)
+        return live.search.run(self._loop)
 
     def compile_constraint(self, constraint: Constraint) -> None:
         """Compiles a constraint now and waits for it, so that no request has to.
@@ -454,17 +483,6 @@ class Engine:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         return checked_ids(prompt, self.config.vocab_size, "a prompt is text or a sequence of token ids")
-
-
-def _model_len(wanted: int | None, context: int, kv_blocks: int) -> int:
-    if wanted is None:
-        return min(context, kv_blocks * BLOCK)
-    length = setting("max_model_len", wanted, 1, 2**31 - 1)
-    if length > context:
-        raise ConfigurationError(
-            f"max_model_len={length} is above the model's context of {context} tokens; lower it, or leave it out"
-        )
-    return length
 
 
 def _close(compiler: GrammarCompiler, masks: StepMasks) -> None:

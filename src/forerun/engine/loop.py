@@ -14,10 +14,11 @@ from forerun.constrain.compiler import Grammar
 from forerun.draft.base import NO_DRAFT, DraftTree
 from forerun.engine.awaited import AwaitedGrammars, wait_for_one
 from forerun.engine.batch import StepBatch
+from forerun.engine.beams import LiveBeam
 from forerun.engine.choose import Choice, Chooser, Walk
 from forerun.engine.live import LiveRequest
 from forerun.engine.masks import StepMasks
-from forerun.engine.request import FinishReason, RequestState, RowPlan
+from forerun.engine.request import FinishReason, RequestState, RowPlan, token_limit
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.speculate import Speculator
 from forerun.engine.tally import StepSeconds, Tally
@@ -121,7 +122,15 @@ class Loop:
                 self.cancel(self._doomed.pop())
 
     def submit(self, live: LiveRequest, grammar: Future[Grammar] | None) -> None:
-        """Queues a request, or lets it wait for its grammar first."""
+        """Queues a request, or lets it wait for its grammar first.
+
+        What it can't be served for is raised now, even where it isn't scheduled yet.
+        """
+        if grammar is not None:
+            token_limit(live.request, self.scheduler.max_model_len, self.scheduler.pool.capacity_tokens)
+            if grammar.done():
+                live.constrain(grammar.result())
+                grammar = None
         if grammar is None:
             self.scheduler.add(live.request)
         else:
@@ -188,7 +197,11 @@ class Loop:
         finally:
             self.masks.finish()
         # verify
-        self.chooser.sampled([w for w in uncertain if w.error is None], logits, self.masks.words)
+        sampled = [w for w in uncertain if w.error is None and not isinstance(w.live, LiveBeam)]
+        self.chooser.sampled(sampled, logits, self.masks.words)
+        for walk in uncertain:
+            if isinstance(walk.live, LiveBeam):
+                walk.live.read(walk, logits, self.masks.words)
         self.chooser.greedy([w for w in walks.values() if w.output >= n_logits], best)
         verified = time.perf_counter()
         # commit
@@ -212,6 +225,11 @@ class Loop:
         if walk is None:
             self.scheduler.commit(row, ())
             self._count(row, live, tree, None, 0)
+            return
+        if isinstance(live, LiveBeam):
+            self.scheduler.hold(row)
+            self._count(row, live, tree, None, 0)
+            live.search.held(self, now)
             return
         choice = walk.choice()
         if tree and self.speculator:

@@ -231,9 +231,10 @@ class Scheduler(RequestQueues):
             slack -= pool.blocks_for(len(request.tokens)) - len(table_of(request).blocks)
         cached = cache.registrations if cache is not None else 0
         while left > 0 and len(running) < self.max_rows:
-            request = next((request for request in waiting if not request.held), None)
-            if request is None:
+            head = next((request for request in waiting if not request.held), None)
+            if head is None:
                 return left
+            request = head
             seen = self._blocked
             if seen and running and request is seen[0] and slack <= seen[1] and cached == seen[2]:
                 return left

@@ -44,6 +44,10 @@ class Phase(NamedTuple):
     seconds: float = 0.0
     mask_seconds: float = 0.0
 
+    def since(self, before: Phase) -> Phase:
+        """What came after `before`."""
+        return Phase(self.steps - before.steps, self.seconds - before.seconds, self.mask_seconds - before.mask_seconds)
+
 
 class Trial(NamedTuple):
     """A group of tasks in one arm, answered together."""

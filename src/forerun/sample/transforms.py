@@ -16,8 +16,8 @@ Hugging Face's order unless `SamplingParams.order` says otherwise, each on what 
 6. **typical_p** (locally typical sampling; Meister, Pimentel, Wiher and Cotterell 2022): tokens by how
    far their surprise, -log p, is from the expected one, the entropy; of these the shortest prefix whose
    mass reaches typical_p of the mass kept so far; equal distances by id. log p and
-   -entropy differ from z and its mean by the same constant, so the distance is |z - mean z|. It may
-   remove the most probable token.
+   -entropy differ from z and its mean by the same constant, so the distance is |z - mean z|. Tokens
+   without mass go first. The most probable token may go.
 
 What is kept is drawn by the Gumbel-max trick: the largest z + noise(seed, position, id), lowest
 id first.
@@ -164,6 +164,7 @@ def keep_typical(kept: Bools, z: Float32s, typical_p: np.float32) -> Bools:
     """`kept` cut to the tokens nearest to the expected surprise that hold `typical_p` of its mass; 1 keeps all."""
     if typical_p >= 1:
         return kept
+    kept = kept & (mass(exp32(z)) > 0)
     distance = np.abs(z + expected_surprise(z[kept]))
     return keep_top_p(kept, np.argsort(distance, kind="stable"), z, typical_p)
 
@@ -186,7 +187,7 @@ def edit_late(
     wide[edits.ids] = x - offset
     shift = float(wide[kept].max())
     with np.errstate(over="ignore"):
-        return (wide - shift).astype(np.float32), shift
+        return np.where(kept, wide - shift, -np.inf).astype(np.float32), shift
 
 
 def transformed(
@@ -232,7 +233,7 @@ def transformed(
         elif stage == "typical_p" and typical_p < 1:
             kept = keep_typical(kept, z, np.float32(typical_p))
             top = z[kept].max()
-            z = z - top
+            z = np.where(kept, z - top, np.float32(-np.inf))
             offset += float(top)
     return np.where(kept, z, np.float32(-np.inf))
 

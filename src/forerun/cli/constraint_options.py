@@ -1,0 +1,78 @@
+"""Options that say what an answer must be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from forerun.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from forerun.constrain import Constraint
+
+_PANEL = "What the answer must be"
+
+SCHEMA = typer.Option(
+    None, "--json-schema", metavar="FILE", exists=True, dir_okay=False, readable=True, rich_help_panel=_PANEL,
+    help="JSON that a JSON Schema accepts.",
+)  # fmt: skip
+ANY_JSON = typer.Option(False, "--any-json", help="Any JSON value.", rich_help_panel=_PANEL)
+REGEX = typer.Option(
+    None, "--regex", metavar="PATTERN", rich_help_panel=_PANEL, help="What a regular expression matches as a whole."
+)
+CHOICE = typer.Option(
+    None, "--choice", metavar="TEXT", rich_help_panel=_PANEL, help="One of several texts; repeat it for each."
+)
+LARK = typer.Option(
+    None, "--lark", metavar="FILE", exists=True, dir_okay=False, readable=True, rich_help_panel=_PANEL,
+    help="What a Lark grammar derives.",
+)  # fmt: skip
+WHITESPACE = typer.Option(
+    "compact", "--whitespace", metavar="compact|flexible", rich_help_panel=_PANEL, help="Between the parts of JSON."
+)
+
+
+def constraint_of(
+    schema: Path | None,
+    any_json: bool,
+    regex: str | None,
+    choices: list[str] | None,
+    lark: Path | None,
+    whitespace: str,
+) -> Constraint | None:
+    """The constraint that the options describe, None for none; raises `typer.BadParameter` for more than one."""
+    given = {
+        "--json-schema": schema is not None, "--any-json": any_json, "--regex": regex is not None,
+        "--choice": bool(choices), "--lark": lark is not None,
+    }  # fmt: skip
+    names = [name for name, is_given in given.items() if is_given]
+    if len(names) > 1:
+        raise typer.BadParameter(f"{' and '.join(names)} can't be combined: an answer obeys one constraint")
+    if whitespace not in ("compact", "flexible"):
+        raise typer.BadParameter(f"{whitespace!r} is neither compact nor flexible", param_hint="--whitespace")
+    if whitespace == "flexible" and not (schema or any_json):
+        raise typer.BadParameter("it goes with --json-schema or --any-json", param_hint="--whitespace")
+    if not names:
+        return None
+
+    from forerun.constrain import Choice, Json, JsonSchema, Lark, Regex
+
+    flexible = "flexible" if whitespace == "flexible" else "compact"
+    if schema is not None:
+        return JsonSchema(_text(schema), whitespace=flexible)
+    if any_json:
+        return Json(whitespace=flexible)
+    if regex is not None:
+        return Regex(regex)
+    return Lark(_text(lark)) if lark is not None else Choice(choices or ())
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{path} isn't UTF-8 text (byte {error.start}); convert it first") from error
+    except OSError as error:
+        raise InvalidRequestError(f"{path} can't be read: {error.strerror}") from error
