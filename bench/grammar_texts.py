@@ -33,7 +33,7 @@ from forerun.measure.masks import Case, read_cases
 from forerun.models.download import resolve
 
 TEMPERATURES = (0.0, 1.0)
-SHOWN_CHARACTERS = 1500
+SHOWN_CHARACTERS = 1000
 """Of a schema in its prompt; the constraint has all of it."""
 
 
@@ -70,19 +70,16 @@ def spread(cases: Sequence[Case], engine: Engine, n: int) -> list[Case]:
 
 
 class Texts:
-    """Makes texts with one engine for each drafter."""
+    """Makes texts, with one engine for each drafter; the first one also makes those without drafts."""
 
     def __init__(self, model: Path, drafters: Sequence[str], max_tokens: int, batch: int) -> None:
         room = batch * (max_tokens + 2 * SHOWN_CHARACTERS)
-        self._engines = {
-            name: Engine(model, kv_tokens=room, max_rows=max(32, batch), draft=name) for name in ("none", *drafters)
+        engines = {
+            name: Engine(model, kv_tokens=room, max_rows=max(32, batch), draft=name) for name in drafters or ("none",)
         }
+        self.plain = next(iter(engines.values()))
+        self._engines = {"none": self.plain, **engines}
         self._max_tokens = max_tokens
-
-    @property
-    def plain(self) -> Engine:
-        """The one without drafts."""
-        return self._engines["none"]
 
     def ways(self) -> Iterator[Way]:
         """All of them, those without drafts first."""
@@ -103,7 +100,7 @@ class Texts:
                     constraint=JsonSchema(case.schema),
                 )
                 prompt = engine.chat_ids([{"role": "user", "content": prompt_of(case)}])
-                handles.append(engine.submit(prompt, params))
+                handles.append(engine.submit(prompt, params, speculate=way.drafter != "none"))
             found: list[RequestOutput | ConstraintError] = []
             for handle in handles:
                 try:

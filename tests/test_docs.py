@@ -30,7 +30,16 @@ from reference.tiny import TinySpec, write_tiny_gguf
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-WITH_EXAMPLES = ["constraints.md", "counting.md", "draft-length.md", "drafting.md", "exactness.md", "sampling.md", "verification.md"]
+WITH_EXAMPLES = [
+    "beam-search.md",
+    "constraints.md",
+    "counting.md",
+    "draft-length.md",
+    "drafting.md",
+    "exactness.md",
+    "sampling.md",
+    "verification.md",
+]
 
 
 def fences(page: str) -> list[tuple[str, str]]:

@@ -73,15 +73,12 @@ def check(engine: Engine, held: list[tuple[int, list[list[int]], int]], prompt: 
     return most
 
 
-def test_four_beams_over_a_thousand_tokens(
-    engine: Engine, held: list[tuple[int, list[list[int]], int]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_four_beams_over_a_thousand_tokens(engine: Engine, held: list[tuple[int, list[list[int]], int]]) -> None:
     """1,200 tokens are 75 blocks, the last of which each beam has for itself: not four times 75."""
     most = check(engine, held, PROMPT, 200)
     assert bounds(1000, 199, 4) == (75 + 3, 62 + 4 * 13)
     assert 78 <= max(most) <= 114 < 4 * 75
-    with capsys.disabled():
-        print(f"\nfour beams, 1,000 + 200 tokens: {max(most)} blocks at most, {most[-1]} at the end, 300 separately")
+    print(f"four beams, 1,000 + 200 tokens: {max(most)} blocks at most, {most[-1]} at the end, 300 separately")
 
 
 @pytest.mark.parametrize("n_prompt", [1, 15, 16, 17, 40])

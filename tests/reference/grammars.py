@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
-from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from forerun.constrain.compiler import Grammar
 from forerun.constrain.spec import Constraint
+from forerun.errors import ConstraintError
 from forerun.models.tokenizer import Tokenizer
 from reference.tiny import byte_alphabet
 from reference.vocabularies import byte_level
@@ -79,7 +80,6 @@ class Written(Constraint):
     """A grammar of llguidance as it stands."""
 
     text: str
-    json: bool = False
     is_json: ClassVar[bool] = False
 
     @property
@@ -111,34 +111,24 @@ def mask_of(state: Any) -> set[int]:
 
 
 def replayed(grammar: Grammar, history: Sequence[int]) -> set[int]:
-    """What may follow `history`: a new matcher reads it, then every token is tried on a copy.
+    """What may follow `history`: a new matcher reads it, then every token is tried.
 
     Where the text is forced, its next token in the model's own tokenization alone is allowed.
     """
     vocabulary = grammar.vocabulary
     if any(token in vocabulary.ends for token in history):
         return set(vocabulary.ends)
-    matcher = replay(grammar, history)
-    forced = matcher.deep_copy().compute_ff_tokens()
-    if forced:
-        return {forced[0]}
-    allowed = {
-        token
-        for token in range(vocabulary.size)
-        if token not in vocabulary.ends and vocabulary.token_bytes[token] and accepts(matcher, token)
-    }
-    return allowed | (set(vocabulary.ends) if matcher.is_accepting() else set())
-
-
-def accepts(matcher: LLMatcher, token: int) -> bool:
-    return bool(matcher.deep_copy().consume_token(token))
-
-
-def replay(grammar: Grammar, history: Sequence[int]) -> LLMatcher:
     matcher = grammar.matcher()
     for token in history:
         assert matcher.consume_token(token), matcher.get_error()
-    return matcher
+    forced = matcher.deep_copy().compute_ff_tokens()
+    if forced:
+        return {forced[0]}
+    words = [token for token in range(vocabulary.size) if vocabulary.token_bytes[token]]
+    allowed = {token for token in words if matcher.validate_tokens([token])}
+    for token in random.Random(len(history)).sample(words, 8):
+        assert matcher.deep_copy().consume_token(token) == (token in allowed)
+    return allowed | (set(vocabulary.ends) if matcher.is_accepting() else set())
 
 
 def random_tree(rng: random.Random, state: Any, tokens: Sequence[int], n: int) -> tuple[list[int], list[int]]:
@@ -152,11 +142,9 @@ def random_tree(rng: random.Random, state: Any, tokens: Sequence[int], n: int) -
         token = rng.choice(tokens)
         if rng.random() < 0.8:
             twin = state.fork()
-            try:
-                if twin.advance(path) == len(path):
-                    token = rng.choice(sorted(mask_of(twin)))
-            except Exception:
-                token = rng.choice(tokens)
+            with suppress(ConstraintError):
+                twin.advance(path)
+                token = rng.choice(sorted(mask_of(twin)))
         nodes.append(token)
         parents.append(parent)
         paths.append([*path, token])

@@ -5,8 +5,23 @@ from __future__ import annotations
 import random
 from typing import Any
 
-_KEYS = ["a", "b", "ab", "a\n", ""]
-_PATTERNS = ["^a", "b$", "^[ab]$", "a", "^$", "^.b?$", "\\d", "^\\W", "^a|b$", "^[^a]*$", "^(?:a|\\n)+$"]
+_KEYS = ["a", "b", "ab", "a\n", "", '"', "\\a"]
+_PATTERNS = [
+    "^a",
+    "b$",
+    "^[ab]$",
+    "a",
+    "^$",
+    "^.b?$",
+    "\\d",
+    "^\\W",
+    "^a|b$",
+    "^[^a]*$",
+    "^(?:a|\\n)+$",
+    '^[^"]*$',
+    r"^[^\\]+$",
+    r"^[^a\\]|b",
+]
 _CONSTANTS: list[Any] = [0, 1, -1, 1.0, 1.5, -0.25, 100, "a", "b", "ab", "a\n", "", "😀", "\u0001", True, False, None]
 _FORMATS = ["date", "time", "date-time", "ipv4", "ipv6", "uuid", "email", "hostname", "uri", "duration", "int32"]
 _TYPES = ["null", "boolean", "integer", "number", "string", "array", "object"]

@@ -66,7 +66,7 @@ def meant(keyword: str) -> str | None:
     for candidate in _SPELLABLE:
         if len(candidate) < 4:
             continue
-        if lowered == candidate.lower():
+        if lowered == candidate.lower() or sorted(lowered) == sorted(candidate.lower()):
             return candidate
         shorter = min(len(candidate), len(keyword))
         allowed = 0 if shorter < 4 or max(len(candidate), len(keyword)) < 5 else 1 if shorter < 9 else 2

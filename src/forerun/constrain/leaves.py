@@ -7,6 +7,7 @@ tightened where that only leaves out a few huge numbers, and refused elsewhere.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Final
@@ -20,6 +21,7 @@ MAX_COUNT: Final = 1_000_000
 _EXACT: Final = 2**53
 _HUGE: Final = 2.0**63
 _SMALL: Final = 1e-12
+_CONTROL: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
 def count(node: Mapping[str, Any], keyword: str, path: str) -> int | None:
@@ -115,9 +117,7 @@ def has_control(value: Any) -> bool:
         return any(has_control(inner) for inner in value.values())
     if isinstance(value, list):
         return any(map(has_control, value))
-    return isinstance(value, str) and any(
-        (character < " " and character not in "\n\r\t\b\f") or character == "\x7f" for character in value
-    )
+    return isinstance(value, str) and _CONTROL.search(value) is not None
 
 
 def check_constant(value: Any, keyword: str, path: str) -> None:

@@ -135,14 +135,22 @@ class _Trie:
         """What may follow so that the whole is none of the texts."""
         if not self.children:
             return f"{ANY}+" if self.ends else f"{ANY}*"
-        others = "".join(_character(character) for character in self.children)
-        options = [f"[^{others}]{ANY}*"]
+        others = "[^" + "".join(_character(character) for character in self.children) + "]"
+        options = [(_guarded(others) if {'"', "\\"} & self.children.keys() else others) + f"{ANY}*"]
         for character, child in self.children.items():
             inner = child.complement()
             options.append(f"{_character(character)}(?:{inner})" if "|" in inner else _character(character) + inner)
         if not self.ends:
             options.append("")
         return "|".join(options)
+
+
+def _guarded(text: str) -> str:
+    """A class without those control characters that JSON has no letter for.
+
+    llguidance lets a class with (nearly) all of them match the escapes of " and \\ as well, be they in it or not.
+    """
+    return rf"[{text}&&[^\x{{0}}-\x{{7}}\x{{b}}\x{{e}}-\x{{1f}}]]"
 
 
 def _character(character: str) -> str:
@@ -361,23 +369,36 @@ class _Parser:
         if self._peek("]"):
             raise self._error("engines read [] and [^] differently; write \\] for the character")
         items: list[str] = []
+        ranges: list[tuple[int, int]] = []
         while not self._peek("]"):
             first = self._class_item(negated)
             if self._peek("-") and not self._peek("-]"):
                 self._at += 1
                 last = self._class_item(negated)
-                if isinstance(first, str) or isinstance(last, str):
-                    if not isinstance(first, str):
-                        first = _code(first)
-                    items += [first, _code(ord("-")), last if isinstance(last, str) else _code(last)]
-                elif first > last:
-                    raise self._error("a range in a class runs backwards")
-                else:
-                    items.append(_range(first, last))
+                if isinstance(first, int) and isinstance(last, int):
+                    if first > last:
+                        raise self._error("a range in a class runs backwards")
+                    ranges.append((first, last))
+                    continue
+                ranges.append((ord("-"), ord("-")))
+                parts = [first, last]
             else:
-                items.append(first if isinstance(first, str) else _code(first))
+                parts = [first]
+            for part in parts:
+                if isinstance(part, int):
+                    ranges.append((part, part))
+                else:
+                    items.append(part)
         self._at += 1
-        return f"[{'^' if negated else ''}{''.join(items)}]"
+        inside = "".join([*items, *(_range(first, last) for first, last in ranges)])
+        text = f"[{'^' if negated else ''}{inside}]"
+        marks = [any(first <= ord(mark) <= last for first, last in ranges) for mark in '"\\']
+        wide = any(item.startswith("[^") for item in items)
+        named = any(item.startswith("\\") and item[1] in "pP" for item in items)
+        if negated:
+            return _guarded(text) if any(marks) or wide or named else text
+        low = any(first < 0x20 for first, _ in ranges)
+        return _guarded(text) if (low or named) and not all(marks) and not wide else text
 
     def _class_item(self, negated: bool) -> int | str:
         """A code point, or a class in Rust's syntax."""

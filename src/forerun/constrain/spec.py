@@ -101,6 +101,8 @@ class Regex(Constraint):
     def check(self) -> None:
         if not self.pattern:
             raise InvalidConstraintError("the pattern of Regex is empty; only the empty text would match it.")
+        if (len(self.pattern) - len(self.pattern.rstrip("\\"))) % 2:
+            raise InvalidConstraintError("the pattern of Regex ends in a backslash that escapes nothing.")
         if (times := repeats(self.pattern)) > MAX_REPEATS:
             raise InvalidConstraintError(
                 f"the pattern's nested repetitions multiply to {times}; the limit is {MAX_REPEATS}. Make them smaller."

@@ -22,7 +22,7 @@ from forerun.engine.request import FinishReason, RequestState, RowPlan, token_li
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.speculate import Speculator
 from forerun.engine.tally import StepSeconds, Tally
-from forerun.errors import ForerunError
+from forerun.errors import ConstraintError, ForerunError
 from forerun.models.executor import Executor
 
 _GRAMMAR_WAIT = 0.05  # seconds
@@ -247,6 +247,9 @@ class Loop:
             self._count(row, live, tree, choice, kept)
             if reason is not None:
                 self.finish(live, reason, now)
+        except ConstraintError as error:
+            live.fail(error)
+            self.finish(live, "error", now)
         except BaseException as error:
             # Half taken in, it can't go on; but what ended before the interruption stays as it ended.
             if not live.request.finished:

@@ -86,5 +86,11 @@ class StepMasks:
                 live.grammar.masks(tree.tokens, tree.parents, words)
             except ConstraintError as error:
                 walk.error = error
+            except BaseException as error:  # the library's panics are no Exceptions; a thread gets no interrupts
+                walk.error = ConstraintError(
+                    f"request {live.request.request_id!r}: its grammar failed ({type(error).__name__}: {error}); "
+                    "simplify the constraint"
+                )
+                walk.error.__cause__ = error
             if live.allowed is not None:
                 np.bitwise_and(words, live.allowed, out=words)

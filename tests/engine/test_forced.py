@@ -1,0 +1,147 @@
+"""Drafts under a grammar: forced text, what a drafter adds behind it, and what is cut away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun import Engine, SamplingParams
+from forerun.constrain import Choice, Regex
+from forerun.constrain.compiler import GrammarCompiler
+from forerun.draft.base import NO_DRAFT, Drafter, DraftRow, DraftTree
+from forerun.draft.combined import CombinedDrafter
+from forerun.draft.lookup import PromptLookup
+from forerun.draft.suffix import SuffixDrafter
+from forerun.engine.forced import GRAMMAR, cut_to_grammar, forced_draft, joined
+from reference.drafters import Scripted
+from reference.speculation import engine_for
+
+PARAMS = SamplingParams()
+tokens_ = st.lists(st.integers(0, 5), max_size=40)
+
+
+@pytest.fixture(scope="module")
+def compiler(tiny: Path) -> GrammarCompiler:
+    return GrammarCompiler(Engine(tiny, cache_weights=False, draft="none").tokenizer)
+
+
+def drafter_of(kind: str) -> Drafter:
+    match kind:
+        case "lookup":
+            return PromptLookup()
+        case "suffix":
+            return SuffixDrafter()
+    return CombinedDrafter(SuffixDrafter(), Scripted(lambda _: [7], name="other"))
+
+
+def same_tree(one: DraftTree, other: DraftTree) -> None:
+    assert list(one.tokens) == list(other.tokens)
+    assert list(one.parents) == list(other.parents)
+    assert list(one.confidence) == list(other.confidence)
+
+
+@pytest.mark.parametrize("kind", ["lookup", "suffix"])
+@given(history=tokens_, tokens=tokens_, ahead=st.lists(st.integers(0, 5), min_size=1, max_size=6), more=tokens_)
+@settings(max_examples=60, deadline=None)
+def test_what_is_ahead_counts_as_if_it_were_committed(
+    kind: str, history: list[int], tokens: list[int], ahead: list[int], more: list[int]
+) -> None:
+    """And leaves no trace: what is proposed later is what a drafter proposes that was never told."""
+    told, never = drafter_of(kind), drafter_of(kind)
+    assert told.reads_ahead
+    for drafter in (told, never):
+        drafter.begin(0, None)
+        drafter.free(0, history)
+        drafter.begin(1, None)
+    [tree] = told.propose([DraftRow(1, tokens, 12, PARAMS, 0, ahead=ahead)])
+    [expected] = never.propose([DraftRow(1, [*tokens, *ahead], 12, PARAMS, 0)])
+    same_tree(tree, expected)
+    fresh = drafter_of(kind)
+    fresh.begin(0, None)
+    fresh.free(0, history)
+    fresh.begin(1, None)
+    [later] = told.propose([DraftRow(1, [*tokens, *more], 12, PARAMS, 0)])
+    [expected] = fresh.propose([DraftRow(1, [*tokens, *more], 12, PARAMS, 0)])
+    same_tree(later, expected)
+
+
+def test_a_part_that_cannot_look_ahead_is_not_asked() -> None:
+    combined = drafter_of("combined")
+    assert combined.reads_ahead
+    combined.begin(1, None)
+    assert list(combined.propose([DraftRow(1, [1, 2], 4, PARAMS, 0)])[0].tokens) == [7]
+    assert combined.propose([DraftRow(1, [1, 2], 4, PARAMS, 0, ahead=[3])]) == [NO_DRAFT]
+    assert not CombinedDrafter(Scripted(lambda _: [1]), Scripted(lambda _: [2])).reads_ahead
+
+
+@pytest.mark.parametrize("reads_ahead", [True, False])
+def test_a_drafter_is_told_what_is_forced_if_it_can_look_past_it(tiny: Path, reads_ahead: bool) -> None:
+    rows: list[tuple[int, list[int], int]] = []
+
+    def script(row: DraftRow) -> list[int]:
+        rows.append((len(row.tokens), list(row.ahead), row.budget))
+        return [65, 66]
+
+    drafter = Scripted(script)
+    drafter.reads_ahead = reads_ahead
+    engine = engine_for(tiny, drafter, 9)
+    [output] = engine.generate(
+        [(1, 2)], SamplingParams(max_tokens=30, constraint=Regex("abcd(x|y)efgh(x|y)ijkl(x|y)z"))
+    )
+    told = [row for row in rows if row[1]]
+    if not reads_ahead:
+        assert not told
+        assert set(output.stats.speculation.by_drafter) == {GRAMMAR}
+        return
+    assert told
+    for length, ahead, budget in told:
+        assert output.token_ids[length - 2 :][: len(ahead)] == tuple(ahead)
+        assert budget + len(ahead) <= 9
+
+
+def test_joined_trees_hang_on_the_end_of_the_chain() -> None:
+    forced = DraftTree.chain([5, 6], (0.99, 0.99), drafter="grammar")
+    tree = DraftTree([7, 8, 9], [-1, -1, 0], (0.5, 0.3, 0.2), drafter="suffix")
+    whole = joined(forced, tree)
+    assert list(whole.tokens) == [5, 6, 7, 8, 9]
+    assert list(whole.parents) == [-1, 0, 1, 1, 2]
+    assert list(whole.confidence) == [0.99, 0.99, 0.5, 0.3, 0.2]
+    assert whole.drafter == "grammar+suffix"
+    assert joined(forced, NO_DRAFT) is forced
+    assert joined(NO_DRAFT, tree) is tree
+    assert not joined(forced, DraftTree([7], [-1])).confidence
+
+
+def test_a_draft_is_cut_to_what_the_grammar_reaches(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(Regex("a(b|c)d")).start()
+    a, b, c, d = b"abcd"  # in the tiny vocabulary a byte's id is the byte
+    chain = DraftTree.chain([a, b, b, d], (0.9, 0.8, 0.7, 0.6), drafter="x")
+    assert list(cut_to_grammar(grammar, chain).tokens) == [a, b]
+    tree = DraftTree([a, d, b, c, d, d, a], [-1, -1, 0, 0, 1, 3, 5], (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3), drafter="x")
+    cut = cut_to_grammar(grammar, tree)
+    assert list(cut.tokens) == [a, b, c, d]
+    assert list(cut.parents) == [-1, 0, 0, 2]
+    assert list(cut.confidence) == [0.9, 0.7, 0.6, 0.4]
+    assert cut_to_grammar(grammar, DraftTree([d], [-1])) is NO_DRAFT
+    whole = DraftTree([a, c, d], [-1, 0, 1])
+    assert cut_to_grammar(grammar, whole) is whole
+
+
+def test_a_drawn_tree_stays_whole(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(Choice(["ab", "ac"])).start()
+    drawn = DraftTree([0, 1], [-1, 0], (), np.full((2, 300), 1 / 300, dtype=np.float32))
+    assert cut_to_grammar(grammar, drawn) is drawn
+
+
+def test_forced_text_is_a_chain_of_at_most_the_budget(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(Choice(["abcdefgh"])).start()
+    assert len(forced_draft(grammar, 3)) == 3
+    whole = forced_draft(grammar, 60)
+    assert whole.is_chain
+    assert whole.drafter == GRAMMAR
+    assert compiler.compile(Choice(["abcdefgh", "x"])).start().forced(9) == []
+    assert forced_draft(compiler.compile(Regex("[ab]+")).start(), 9) is NO_DRAFT
