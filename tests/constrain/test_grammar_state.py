@@ -1,4 +1,4 @@
-"""A text's place in its grammar: masks for every node, exact rollback, ends; against a matcher that reads it all again."""
+"""A text's place in its grammar: masks for every node, exact rollback, ends; against a matcher that reads all again."""
 
 from __future__ import annotations
 

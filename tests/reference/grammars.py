@@ -1,4 +1,4 @@
-"""Grammars the slow way: every token tried on a matcher that has read the same text, and languages written out in full."""
+"""Grammars the slow way: each token tried on a matcher that has read the same text, and languages written out in full."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -43,7 +44,7 @@ def rich_tokenizer(pre: str = "qwen2", merges: int = 180) -> Tokenizer:
     learned: list[tuple[str, str]] = []
     tokens = list(alphabet)
     for _ in range(merges):
-        pairs = Counter(pair for word in words for pair in zip(word, word[1:], strict=False))
+        pairs = Counter(pair for word in words for pair in pairwise(word))
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         learned.append(best)
         tokens.append("".join(best))
