@@ -10,15 +10,16 @@ level of cache, as rows are that a model's head has just written. Their logits a
 token about 80%, "open" ones about 10%. Masks are those of a grammar inside a string (19 tokens of 20 allowed) and at a
 place where it leaves 40 tokens. Penalties are those of a history of 2,000 tokens, 700 of them different.
 
-Settings take turns within each round; figures are medians over rounds. "read" is the fastest of a few ways to go over
-the row once (its maximum, its minimum), "of read" the share of it in the whole: 100% would be a kernel that costs
-nothing beyond the memory that it has to read.
+Settings take turns within each round; figures are medians over rounds of the thread's own time on the processor. "read"
+is the fastest of a few ways to go over the row once (its maximum, its minimum), "of read" the share of it in the whole:
+100% would be a kernel that costs nothing beyond the memory that it has to read.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun import SamplingParams, _native
+from forerun.ops import cpu_name
 from forerun.sample.arrays import SpecArrays
 from forerun.sample.edits import LogitEdits
 from forerun.sample.masks import Masks, mask_of
@@ -68,7 +70,7 @@ SETTINGS = [
 def logits_of(rng: np.random.Generator, vocab: int, kind: str) -> Floats:
     """float32[ROWS, vocab]."""
     rows = (rng.standard_normal((ROWS, vocab)) * 2.5).astype(np.float32)
-    steepness = {"sharp": 4.5, "open": 1.2}[kind]
+    steepness = {"sharp": 2.7, "open": 0.6}[kind]
     heights = 22 - steepness * np.log(np.arange(1, 61))
     for row in rows:
         row[rng.permutation(vocab)[:60]] = heights + rng.standard_normal(60) * 0.3
@@ -131,9 +133,12 @@ def main() -> None:
         for kind in ("sharp", "open")
     }
     if arguments.json:
-        print(json.dumps({"vocab": arguments.vocab, "isa": arguments.isa, "milliseconds_per_row": found}, indent=2))
+        command = " ".join(["python bench/sampling.py", *sys.argv[1:]])
+        setup = {"processor": cpu_name(), "command": command, "vocab": arguments.vocab, "isa": arguments.isa}
+        print(json.dumps(setup | {"rounds": arguments.rounds, "milliseconds_per_row": found}, indent=2))
         return
-    print(f"ms per row of {arguments.vocab:,} logits, {arguments.isa}, medians of {arguments.rounds} rounds\n")
+    print(f"ms per row of {arguments.vocab:,} logits, {arguments.isa}, medians of {arguments.rounds} rounds")
+    print(f"{cpu_name()}\n")
     print(f"{'':46}{'sharp':>8}{'of read':>9}{'open':>8}{'of read':>9}")
     for name in ("read", *(setting.name for setting in SETTINGS)):
         cells = "".join(

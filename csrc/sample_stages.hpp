@@ -1,6 +1,6 @@
 // The transforms of a row in any order, on a list of the tokens that are left. The readable definition is
 // src/forerun/sample/transforms.py. Needed where the order isn't the default one, and for typical-p: what it keeps
-// isn't the beginning of the tokens by logit.
+// isn't the beginning of the tokens by logit. Where top-k leaves few tokens it is the short way, too.
 #pragma once
 
 #include "sample_row.hpp"
@@ -13,7 +13,7 @@ namespace forerun::sampling {
 
 FORERUN_INLINE bool needs_stages(const SampleSpec& spec) { return spec.order != 0 || spec.typical_p < 1.0f; }
 
-// Whether a list is the shorter way, too: top-k leaves few tokens.
+// Whether top-k leaves a short list.
 FORERUN_INLINE bool lists_first(const SampleSpec& spec, int V) {
   return spec.top_k > 0 && spec.top_k < V && spec.top_k <= 4096;
 }

@@ -325,7 +325,7 @@ std::tuple<Output<std::int32_t>, Output<std::int32_t>> reject(
   auto tokens = std::make_unique<std::int32_t[]>(R);
   {
     nb::gil_scoped_release release;
-    VerifyScratch scratch;
+    static thread_local VerifyScratch scratch;
     std::vector<DraftChild> children;
     for (std::size_t r = 0; r < R; ++r) {
       children.clear();

@@ -135,7 +135,9 @@ def test_a_wrong_grammar_shows(
     code, output, _ = call(capsys, str(cases), "-m", str(model), "--json", "--limit", "1")
     found = json.loads(output)
     assert (code, found["sound"]) == (1, False)
-    assert name in [one["case_id"] for one in found["false_accepts"] + found["false_rejects"]]
+    wrong_ones = found["false_accepts"] + found["false_rejects"]
+    assert name in [one["case_id"] for one in wrong_ones]
+    assert all(field in bench_masks.HELP for field in wrong_ones[0])
 
 
 @pytest.mark.parametrize(

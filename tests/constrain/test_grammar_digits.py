@@ -53,7 +53,9 @@ def test_places_against_a_slow_reading(seed: int) -> None:
     """However a text is cut into pieces."""
     rng = random.Random(seed)
     for _ in range(50):
-        text = "".join(rng.choices(['"', "\\", "1", "23", "a", ".", "é", '\\"', "{", " "], k=rng.randint(0, 30))).encode()
+        text = "".join(
+            rng.choices(['"', "\\", "1", "23", "a", ".", "é", '\\"', "{", " "], k=rng.randint(0, 30))
+        ).encode()
         place, at = START, 0
         while at < len(text):
             stop = rng.randint(at, len(text))
@@ -63,7 +65,7 @@ def test_places_against_a_slow_reading(seed: int) -> None:
 
 
 def test_digits_end_after_so_many(compiler: GrammarCompiler) -> None:
-    """0.333...: after 64 digits in a row the number ends, or goes on with an exponent; taking one back opens it again."""
+    """0.333...: after 64 digits the number ends, or goes on with an exponent; rolled back, it is open again."""
     state = compiler.compile(WrittenJson(text_of({"type": "number"}))).start()
     three = TOKENIZER.encode_plain("3")
     state.advance(TOKENIZER.encode_plain("0."))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from forerun.constrain.compiler import GrammarCompiler
 from forerun.constrain.spec import Choice
-from reference.grammars import Language, mask_of, rich_tokenizer
+from reference.grammars import Language, check_place, mask_of, rich_tokenizer
 from reference.vocabularies import sentencepiece
 
 PIECES = [
@@ -55,7 +54,7 @@ def test_masks_and_forced_text_of_finite_languages(compiler: GrammarCompiler, se
             ids = language.encode(text)
             assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
             for n in range(len(ids) + 1):
-                check(language, state, ids[:n])
+                check_place(language, state, ids[:n])
                 if n < len(ids):
                     state.advance([ids[n]])
             assert state.accepting
@@ -87,22 +86,3 @@ def test_a_text_in_any_tokenization_stays_within_its_language(compiler: GrammarC
             token = rng.choice(sorted(possible if rng.random() < 0.5 else mask))
             state.advance([token])
             done += tokenizer.token_bytes(token)
-
-
-def check(language: Language, state: Any, history: list[int]) -> None:
-    tokenizer = language.tokenizer
-    done = b"".join(map(tokenizer.token_bytes, history))
-    mask = mask_of(state)
-    own = language.own(history)
-    assert own, "the walk is in the model's own tokenization"
-    for rest in own:
-        assert (rest[0] in mask) if rest else tokenizer.eos_ids <= mask
-    forced = state.forced(99)
-    if forced:
-        assert mask == {forced[0]}
-        for rest in own:
-            assert rest[: len(forced)] == forced
-    else:
-        assert mask == language.by_bytes(done)
-    assert state.accepting == (done in language.rest(done))
-    assert state.forced(1) == forced[:1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,8 @@ import pytest
 from llguidance import LLMatcher
 
 from forerun.constrain.compiler import Grammar, GrammarCompiler
-from forerun.constrain.state import GrammarState
 from forerun.errors import ConstraintError
-from reference.grammars import Written, WrittenJson, mask_of, random_tree, replayed, rich_tokenizer, tokens_of
+from reference.grammars import Written, WrittenJson, mask_of, rich_tokenizer, walk_at_random
 
 TOKENIZER = rich_tokenizer()
 ENDS = set(TOKENIZER.eos_ids)
@@ -87,71 +86,10 @@ def grammar(compiler: GrammarCompiler, request: pytest.FixtureRequest) -> Gramma
     return compiler.compile(GRAMMARS[request.param])
 
 
-def check_tree(grammar: Grammar, state: GrammarState, history: Sequence[int], rng: random.Random) -> int:
-    """Every row of a random tree against a matcher that reads the path; the state stays where it was."""
-    tokens, parents = random_tree(rng, state, range(TOKENIZER.vocab_size), rng.randint(1, 9))
-    out = np.full((len(tokens) + 1, state.words + 2), 0xDEADBEEF, np.uint32)
-    reached = state.masks(tokens, parents, out)
-    assert state.reachable(tokens, parents) == reached
-    paths: list[list[int]] = [[]]
-    expected: list[set[int]] = [replayed(grammar, history)]
-    assert tokens_of(out[0]) == expected[0]
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        paths.append([*paths[parent + 1], token])
-        legal = token in expected[parent + 1]
-        expected.append(replayed(grammar, [*history, *paths[-1]]) if legal else set())
-        assert reached[node] == legal
-        assert tokens_of(out[node + 1]) == expected[-1]
-    assert mask_of(state) == expected[0]
-    return sum(reached)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_random_walks_trees_rollbacks_and_forks(grammar: Grammar, seed: int) -> None:
     """The mask of every place equals what a new matcher that reads the text accepts, token by token."""
-    rng = random.Random(seed)
-    states: list[tuple[GrammarState, list[int]]] = [(grammar.start(), [])]
-    nodes = 0
-    for _ in range(14):
-        at = rng.randrange(len(states))
-        state, history = states[at]
-        assert state.n_tokens == len(history)
-        action = rng.random()
-        if action < 0.5:
-            token = rng.choice(sorted(mask_of(state)))
-            if not state.ended:
-                state.advance([token])
-                history.append(token)
-        elif action < 0.65 and history:
-            n = rng.randint(1, len(history))
-            state.rollback(n)
-            del history[len(history) - n :]
-        elif action < 0.75:
-            states.append((state.fork(), history.copy()))
-        elif action < 0.85:
-            illegal = sorted(set(range(TOKENIZER.vocab_size + 3)) - replayed(grammar, history) - ENDS)
-            token = rng.choice(illegal or [-1])
-            before = replay_accepts(grammar, history, token)
-            if not before and not state.ended:
-                with pytest.raises(ConstraintError, match=f"token {token} isn't allowed"):
-                    state.advance([token])
-        else:
-            nodes += check_tree(grammar, state, history, rng)
-        for other, text in states:
-            assert other.n_tokens == len(text)
-        assert mask_of(state) == replayed(grammar, history)
-    for state, history in states:
-        assert mask_of(state) == replayed(grammar, history)
-        state.rollback(state.n_tokens)
-        assert mask_of(state) == replayed(grammar, [])
-
-
-def replay_accepts(grammar: Grammar, history: Sequence[int], token: int) -> bool:
-    """Whether a token's bytes go on with the text, in whatever tokenization."""
-    matcher = grammar.matcher()
-    body = [read for read in history if read not in ENDS]
-    assert matcher.try_consume_tokens(body) == len(body)
-    return 0 <= token < TOKENIZER.vocab_size and bool(matcher.consume_token(token))
+    walk_at_random(TOKENIZER, grammar, random.Random(seed), 14)
 
 
 def test_what_follows_an_end_token_is_dropped(compiler: GrammarCompiler) -> None:
@@ -273,3 +211,42 @@ def test_more_than_was_read_cannot_be_taken_back(compiler: GrammarCompiler) -> N
             state.rollback(n)
     state.rollback(0)
     assert state.n_tokens == 1
+
+
+def test_a_state_outlives_its_limits(compiler: GrammarCompiler) -> None:
+    """Too costly a place is an error of that place alone: the text can be taken back, and drafts stop before it."""
+    state = compiler.compile(Written('start: "b" x\nx: "c" | s\ns: "a" | s s | s s s\n')).start()
+    a, b, c = (TOKENIZER.encode_plain(letter)[0] for letter in "abc")
+    state.advance([b])
+    begin = mask_of(state)
+    read = 0
+    with pytest.raises(ConstraintError, match=r"costs more than the limits allow after \d+ tokens"):
+        for _ in range(2000):
+            state.advance([a])
+            read += 1
+            mask_of(state)
+    for _ in range(2):
+        with pytest.raises(ConstraintError, match="costs more than the limits allow"):
+            state.advance([a])
+            mask_of(state)
+        state.rollback(max(0, state.n_tokens - read))
+    state.rollback(state.n_tokens - 1)
+    assert mask_of(state) == begin
+    n = read + 3
+    out = np.zeros((n + 2, state.words), np.uint32)
+    reached = state.masks([a] * n + [c], [*range(-1, n - 1), -1], out)
+    assert reached[:n] == sorted(reached[:n], reverse=True)
+    assert read - 3 <= sum(reached[:n]) < n
+    assert reached[n]
+    state.advance([c])
+    assert state.complete
+
+
+def test_a_dead_end_is_an_error(compiler: GrammarCompiler) -> None:
+    """Never a text that isn't valid: where no token goes on, not even an end is allowed; others go on."""
+    [a] = TOKENIZER.encode_plain("a")
+    state = compiler.compile(regex("a(b|c)")).start()
+    state._matcher = LLMatcher(state._vocabulary.backend, 'start: "a" X\nX: /b/ & /c/\n', log_level=0)
+    with pytest.raises(ConstraintError, match="no way on|costs more"):
+        state.advance([a])
+        mask_of(state)

@@ -12,7 +12,19 @@ from forerun.models.tokenizer import Tokenizer
 from reference.grammars import Written, mask_of, rich_tokenizer, tokens_of
 from reference.vocabularies import byte_level, sentencepiece
 
-TEXTS = ["abc", " a ab", "{\"name\":\"Ada\"}", "  x", "é高", "12345", "\n\n a", "<|im_end|>", "<tool_call>x", "a▁b", "e\u0301"]
+TEXTS = [
+    "abc",
+    " a ab",
+    '{"name":"Ada"}',
+    "  x",
+    "é高",
+    "12345",
+    "\n\n a",
+    "<|im_end|>",
+    "<tool_call>x",
+    "a▁b",
+    "e\u0301",
+]
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "gpt-2", "llama-bpe", "tekken"])

@@ -77,6 +77,11 @@ CASES: dict[str, tuple[Any, list[str], list[str]]] = {
     "26 minLength 2": ({"type": "string", "minLength": 2}, ['"😀a"', '"ab"', '"e\u0301"'], ['"😀"', '"a"', '""']),
     "26 maxLength 0": ({"type": "string", "maxLength": 0}, ['""'], ['"a"', '"\\n"']),
     "27 control characters": ({"type": "string"}, [r'"\t"', r'"\u0001"'], ['"\t"', '"\x01"', '"\n"']),
+    "27 a key with a control character beside others": (
+        obj({"a\u0001": INTEGER}, "a\u0001"),
+        [r'{"a\u0001":1}', r'{"a\u0001":1,"b":"\n"}'],
+        [r'{"a\u0001":1,"\u0061\u0001":2}', r'{"a\u0001":1,"a\u0001":2}', '{"b":1}'],
+    ),
     "27 a key with a control character": (
         obj({"a\u0001": INTEGER}, "a\u0001", additionalProperties=False),
         [r'{"a\u0001":1}'],
@@ -296,6 +301,14 @@ def test_keys_cannot_be_smuggled_in_by_another_spelling() -> None:
     check(JsonSchema(merged), ['{"a":1,"c":null}'], [*bad, r'{"a":1,"\u0063":1}'])
     by_pattern = {"type": "object", "patternProperties": {"^a": INTEGER}, "additionalProperties": {"type": "string"}}
     check(JsonSchema(by_pattern), ['{"ab":1,"c":"x"}'], [r'{"\u0061b":"x"}', '{"ab":"x"}', '{"c":1}'])
+    with_control = obj({"a": INTEGER, "c": {"const": "\u0001"}}, "a")
+    check(
+        JsonSchema(with_control),
+        [r'{"a":1,"c":"\u0001","b":"\u0002"}'],
+        [r'{"a":1,"\u0061":"x"}', r'{"a":1,"c":"\u0002"}'],
+    )
+    with pytest.raises(InvalidConstraintError, match='"const" at #/properties/c/const has a control character'):
+        JsonSchema({**with_control, "anyOf": [{"required": ["c"]}, {"required": ["d"]}]}).check()
     rewritten = starts(JsonSchema(open_object))
     as_given = matcher_of(json_grammar(Lowered(open_object, True, (), ())))
     assert not accepts(rewritten, bad[0])

@@ -98,7 +98,7 @@ def test_no_false_accepts_in_random_schemas() -> None:
 
 @pytest.mark.slow
 def test_no_false_accepts_in_many_random_schemas() -> None:
-    found, count = hunt_random(range(10_000, 25_000), 8)
+    found, count = hunt_random(range(10_000, 16_000), 8)
     print(dict(count))
     assert found == []
 
@@ -209,7 +209,7 @@ def test_values_of_random_schemas() -> None:
 
 @pytest.mark.slow
 def test_values_of_many_random_schemas() -> None:
-    found, count = hunt_values(range(30_000, 36_000), 25)
+    found, count = hunt_values(range(30_000, 33_000), 25)
     print(dict(count))
     assert found == []
 
@@ -240,7 +240,12 @@ FAULTS: dict[str, tuple[Any, str, Any, Any]] = {
     ),
     "bounds that are ignored": (leaves, "numbers", lambda *_: {}, {"type": "number", "minimum": 1}),
     "patterns that are ignored": (leaves, "pattern", lambda *_, **__: "(?s:.)*", {"type": "string", "pattern": "^a"}),
-    "too few further keys": (patterns, "none_of", lambda _: "b", {"type": "object", "properties": {"a": {}}}),
+    "too few further keys": (
+        patterns,
+        "none_of",
+        lambda _: "b",
+        {"type": "object", "properties": {"a": {"const": "\u0001"}}},
+    ),
     "no uniqueness": (
         *(lowering, "_says_nothing", lambda *_: True),
         {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}},

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import numpy.typing as npt
 import pytest
 
 from forerun import BeamOutput, BeamSequence, Engine, SamplingParams
-from forerun.engine.beam_rules import BeamRules, Candidate, Choice
+from forerun.engine.beam_rules import BeamRules, Candidate, Selection
 from forerun.engine.beams import LiveBeam
 from forerun.engine.request import FinishReason
 from forerun.sample.edits import LogitEdits
@@ -246,6 +248,41 @@ def test_two_searches_and_a_request_in_one_small_pool(llama: Case) -> None:
     emptied(small)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_any_mix_in_any_small_engine_finishes_with_what_each_finds_alone(llama: Case, seed: int) -> None:
+    rng = random.Random(seed)
+    max_rows = rng.randint(1, 6)
+    small = engine(
+        llama.path, kv_tokens=rng.choice([96, 128, 160]), max_rows=max_rows, prefix_cache=rng.random() < 0.5,
+        max_step_tokens=max_rows + rng.choice([0, 1, 5, 40]), draft=rng.choice(["none", "suffix"]), draft_len=3,
+    )  # fmt: skip
+
+    def prompt() -> tuple[int, ...]:
+        return tuple(rng.randrange(250) for _ in range(rng.randint(1, 60)))
+
+    searches: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
+        (prompt(), rng.randint(1, 6), {
+            "max_tokens": rng.randint(1, 30), "length_penalty": rng.choice([-1, 0, 0.7, 1, 2]),
+            "early_stopping": rng.choice([True, False, "never"]), "stop_token_ids": STOPS[::5],
+            "repetition_penalty": rng.choice([1.0, 1.3]),
+        })
+        for _ in range(3)
+    ]  # fmt: skip
+    params = SamplingParams(max_tokens=20, n=rng.choice([1, 3]), temperature=1.0, seed=seed)
+    asks = [prompt(), prompt()]
+    expected = [llama.engine.beam_search(p, n, **settings).sequences for p, n, settings in searches]
+    alone = [llama.engine.generate([ask], params)[0] for ask in asks]
+
+    handles = [small.submit(ask, params) for ask in asks]
+    with ThreadPoolExecutor(3) as threads:
+        futures = [threads.submit(small.beam_search, p, n, **settings) for p, n, settings in searches]
+        outputs = [handle.result() for handle in handles]
+        assert [future.result(60).sequences for future in futures] == expected
+    for output, own in zip(outputs, alone, strict=True):
+        assert [o.token_ids for o in (output, *output.others)] == [o.token_ids for o in (own, *own.others)]
+    emptied(small)
+
+
 def test_equal_scores_are_ordered_by_beam_and_token() -> None:
     rules = BeamRules(beams=2)
     candidates = [Candidate(1, 3, -1, -2), Candidate(0, 9, -1, -2), Candidate(0, 4, -1, -2), Candidate(1, 2, -1, -2)]
@@ -259,10 +296,10 @@ def _length_without_the_end(self: BeamRules, total: float, length: int) -> float
 
 def _every_end_counts(
     self: BeamRules, candidates: Any, length: int, ends: Callable[[Candidate], FinishReason | None]
-) -> Choice:
+) -> Selection:
     choice = _choose(BeamRules(beams=self.beams + 3), candidates, length, ends)
     scored = [ending._replace(score=self.score(ending.candidate.total, length)) for ending in choice.ended]
-    return Choice(choice.going[: self.beams], scored)
+    return Selection(choice.going[: self.beams], scored)
 
 
 def _never_over(self: BeamRules, best: float | None, length: int, longest: int, finished: list[float]) -> bool:

@@ -1,4 +1,4 @@
-"""Grammars the slow way: each token tried on a matcher that has read the same text, and languages written out in full."""
+"""Grammars the slow way: tokens tried on a matcher that has read all again, and languages written out in full."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from forerun.constrain.compiler import Grammar
 from forerun.constrain.spec import Constraint
+from forerun.constrain.state import GrammarState
 from forerun.errors import ConstraintError
 from forerun.models.tokenizer import Tokenizer
 from reference.tiny import byte_alphabet
@@ -152,6 +154,66 @@ def random_tree(rng: random.Random, state: Any, tokens: Sequence[int], n: int) -
     return nodes, parents
 
 
+def check_tree(grammar: Grammar, state: GrammarState, history: Sequence[int], rng: random.Random) -> int:
+    """Every row of a random tree against a matcher that reads the path; the state stays where it was."""
+    tokens, parents = random_tree(rng, state, range(grammar.vocabulary.size), rng.randint(1, 9))
+    out = np.full((len(tokens) + 1, state.words + 2), 0xDEADBEEF, np.uint32)
+    reached = state.masks(tokens, parents, out)
+    assert state.reachable(tokens, parents) == reached
+    paths: list[list[int]] = [[]]
+    expected: list[set[int]] = [replayed(grammar, history)]
+    assert tokens_of(out[0]) == expected[0]
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        paths.append([*paths[parent + 1], token])
+        legal = token in expected[parent + 1]
+        expected.append(replayed(grammar, [*history, *paths[-1]]) if legal else set())
+        assert reached[node] == legal
+        assert tokens_of(out[node + 1]) == expected[-1]
+    assert mask_of(state) == expected[0]
+    return sum(reached)
+
+
+def walk_at_random(tokenizer: Tokenizer, grammar: Grammar, rng: random.Random, steps: int) -> None:
+    """Advance, take back, fork, try what is illegal and draft at random; every mask on the way is checked."""
+    states: list[tuple[GrammarState, list[int]]] = [(grammar.start(), [])]
+    for _ in range(steps):
+        state, history = rng.choice(states)
+        action = rng.random()
+        if action < 0.5:
+            token = rng.choice(sorted(mask_of(state)))
+            if not state.ended:
+                state.advance([token])
+                history.append(token)
+        elif action < 0.65 and history:
+            n = rng.randint(1, len(history))
+            state.rollback(n)
+            del history[len(history) - n :]
+        elif action < 0.75:
+            states.append((state.fork(), history.copy()))
+        elif action < 0.85 and not state.ended:
+            token = rng.randint(-1, tokenizer.vocab_size)
+            if not by_bytes(grammar, history, token):
+                with pytest.raises(ConstraintError, match=f"token {token} isn't allowed"):
+                    state.advance([token])
+        else:
+            check_tree(grammar, state, history, rng)
+        assert all(other.n_tokens == len(text) for other, text in states)
+        assert mask_of(state) == replayed(grammar, history)
+    for state, history in states:
+        assert mask_of(state) == replayed(grammar, history)
+        state.rollback(state.n_tokens)
+        assert mask_of(state) == replayed(grammar, [])
+
+
+def by_bytes(grammar: Grammar, history: Sequence[int], token: int) -> bool:
+    """Whether a token goes on with the text, in whatever tokenization."""
+    matcher = grammar.matcher()
+    assert matcher.try_consume_tokens(list(history)) == len(history)
+    if token in grammar.vocabulary.ends:
+        return bool(matcher.is_accepting())
+    return 0 <= token < grammar.vocabulary.size and bool(matcher.consume_token(token))
+
+
 @dataclass(frozen=True)
 class Language:
     """A finite language, written out: what may come next follows from its texts alone."""
@@ -186,3 +248,23 @@ class Language:
         """The model's own tokenizations that go on from `history`, each with what is left of it."""
         whole = [self.encode(text) for text in self.texts]
         return [ids[len(history) :] for ids in whole if ids[: len(history)] == list(history)]
+
+
+def check_place(language: Language, state: GrammarState, history: list[int]) -> None:
+    """A place in a finite language, reached in the model's own tokenization: mask, forced text, ends."""
+    tokenizer = language.tokenizer
+    done = b"".join(map(tokenizer.token_bytes, history))
+    mask = mask_of(state)
+    own = language.own(history)
+    assert own, "the walk is in the model's own tokenization"
+    for rest in own:
+        assert (rest[0] in mask) if rest else tokenizer.eos_ids <= mask
+    forced = state.forced(99)
+    if forced:
+        assert mask == {forced[0]}
+        for rest in own:
+            assert rest[: len(forced)] == forced
+    else:
+        assert mask == language.by_bytes(done)
+    assert state.accepting == (done in language.rest(done))
+    assert state.forced(1) == forced[:1]

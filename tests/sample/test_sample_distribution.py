@@ -23,6 +23,8 @@ KNOBS = [
     {"top_p": 0.5},
     {"top_p": 0.92},
     {"min_p": 0.08},
+    {"typical_p": 0.6},
+    {"typical_p": 0.3, "top_k": 15},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
 ]
 

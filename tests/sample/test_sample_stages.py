@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from forerun import _native
 from forerun.sample import NOTHING_ALLOWED, LogitEdits, SamplingParams, arrays, masks, transforms
 from forerun.sample.arrays import LateEdits, order_code
 from forerun.sample.masks import Masks
@@ -137,7 +138,7 @@ def test_the_kernel_runs_the_order_that_params_ask_for(order):
         edits.apply(logits)
         late = edits.late()
         spec = arrays.SpecArrays.of([params], [5], [position], [late])
-        token = native._native.sample(logits[None], np.zeros(1, np.int32), *spec, *Masks.none(1))[0]
+        token = _native.sample(logits[None], np.zeros(1, np.int32), *spec, *Masks.none(1))[0]
         everything = LateEdits(*(np.array(c) for c in late)) if late else None
         expected = transforms.sample(
             logits, seed=5, position=position, **knobs, order=params.late_order or WARPERS, edits=everything
@@ -155,7 +156,7 @@ def test_greedy_takes_the_largest_logit_that_the_penalties_leave_in_any_order():
         edits.apply(logits)
         assert edits.late() is None
         spec = arrays.SpecArrays.of([params], [0], [0], [edits.late()])
-        assert native._native.sample(logits[None], np.zeros(1, np.int32), *spec, *Masks.none(1)).tolist() == [1]
+        assert _native.sample(logits[None], np.zeros(1, np.int32), *spec, *Masks.none(1)).tolist() == [1]
 
 
 # -- masks
@@ -175,7 +176,7 @@ def test_masks_are_packed_low_bits_first(V):
     assert np.array_equal(masks.unpack(words, V), allowed)
 
 
-@pytest.mark.parametrize("isa", native._native.sample_isas())
+@pytest.mark.parametrize("isa", _native.sample_isas())
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_only_what_the_mask_allows_is_chosen(isa, temperature):
     rng = np.random.default_rng(4)

@@ -10,7 +10,7 @@ import pytest
 from forerun import _native
 from forerun.sample import NOT_FINITE, NOTHING_ALLOWED, transforms
 from forerun.sample.arrays import LateEdits, SpecArrays
-from forerun.sample.masks import Masks
+from forerun.sample.masks import Masks, pack, unpack
 from forerun.verify import node, rejection
 from reference import native
 from reference.rows import (
@@ -304,6 +304,25 @@ def test_scores_that_are_no_numbers_are_reported(fault):
     expected = NOTHING_ALLOWED if fault == -np.inf else NOT_FINITE
     for isa in ISAS:
         assert decided(nodes, isa) == [(-1, expected)] * 60
+
+
+def test_what_a_mask_forbids_is_neither_accepted_nor_drawn():
+    nodes = random_nodes(np.random.default_rng(14), 300, 70)
+    masked = 0
+    for isa in ISAS:
+        for r, (choice, token) in enumerate(decided(nodes, isa)):
+            mask = nodes.mask(r)
+            if mask is None or token < 0:
+                continue
+            assert unpack(mask, 70)[token]
+            masked += choice >= 0
+    assert masked > 20
+
+
+def test_a_mask_off_by_one_bit_is_caught():
+    nodes = random_nodes(np.random.default_rng(15), 100, 70)
+    shifted = dataclasses.replace(nodes, masks=pack(np.roll(unpack(nodes.masks, 70), 1, axis=1)))
+    assert decided(shifted) != decided(nodes)
 
 
 def test_no_nodes():

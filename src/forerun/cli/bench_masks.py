@@ -38,7 +38,8 @@ compile are listed with their reasons and are no error.
 
 --json prints setup, date, cases_file, cases_sha256, whitespace, rows (by category: schemas, compiled, refused, reasons,
 valid_accepted, valid_refused, invalid_accepted, invalid_refused, and compile and mask, each with count, p50_ms, p99_ms
-and max_ms), refused (case_id, keyword, path, message), notices, false_accepts, false_rejects, disagreements, sound."""
+and max_ms), refused (case_id, keyword, path, message), notices (by case), sound, and false_accepts, false_rejects and
+disagreements (each with case_id, test, description, form, token, before, after, reason)."""
 
 _WIDTH = 100
 _COUNTS = (

@@ -11,6 +11,7 @@ from forerun.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from forerun.constrain import Constraint
+    from forerun.constrain.schema import Whitespace
 
 _PANEL = "What the answer must be"
 
@@ -59,11 +60,11 @@ def constraint_of(
 
     from forerun.constrain import Choice, Json, JsonSchema, Lark, Regex
 
-    flexible = "flexible" if whitespace == "flexible" else "compact"
+    spacing: Whitespace = "flexible" if whitespace == "flexible" else "compact"
     if schema is not None:
-        return JsonSchema(_text(schema), whitespace=flexible)
+        return JsonSchema(_text(schema), whitespace=spacing)
     if any_json:
-        return Json(whitespace=flexible)
+        return Json(whitespace=spacing)
     if regex is not None:
         return Regex(regex)
     return Lark(_text(lark)) if lark is not None else Choice(choices or ())

@@ -6,6 +6,7 @@ lowest priority that the system has, so that they take what decoding leaves.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
+from numpy.typing import NDArray
 
-from forerun.constrain.state import GrammarState
+from forerun.constrain.state import DeadEndError, GrammarState, reason
 from forerun.constrain.vocabulary import GrammarVocabulary
 from forerun.errors import ConfigurationError, ConstraintError, InvalidConstraintError
 
@@ -32,8 +34,9 @@ MAX_STUCK: Final = 4
 MAX_FAILURES: Final = 100
 """Constraints remembered as impossible to compile."""
 
-MAX_WARM: Final = 1_000
-"""Forced tokens at the beginning that are read to find out what comes after them."""
+TRIAL_TOKENS: Final = 6
+MAX_FORCED: Final = 1_000
+"""Tokens, or runs of so many forced ones, that are read to find out whether a grammar is within its limits."""
 
 _CLOSE_SECONDS: Final = 1.0
 """How long a compile that runs may go on when its compiler is closed, or the interpreter ends."""
@@ -132,6 +135,8 @@ class GrammarCompiler:
         self.tokenizer: Final = tokenizer
         self._work: Final = _Work(tokenizer, memory_bytes, timeout_seconds)
         self._finalizer: Final = weakref.finalize(self, self._work.close)
+        self._finalizer.atexit = False
+        atexit.register(self._work.leave)
 
     def submit(self, constraint: Constraint) -> Future[Grammar]:
         """Check a constraint now and compile it in the background.
@@ -160,7 +165,8 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Give up what waits and hold nothing any more. Repeatable; a compile that runs ends by itself."""
-        self._finalizer()
+        self._finalizer.detach()
+        self._work.leave()
 
 
 class _Work:
@@ -170,7 +176,8 @@ class _Work:
         self._tokenizer = tokenizer
         self._memory_bytes = memory_bytes
         self._timeout_seconds = timeout_seconds
-        self._lock = threading.Lock()
+        # A compiler may be collected, and so closed, by any thread that holds the lock already.
+        self._lock = threading.RLock()
         self._building = threading.Lock()
         self._vocabulary: GrammarVocabulary | None = None
         self._queue: deque[_Job] = deque()
@@ -253,12 +260,18 @@ class _Work:
             self._queue.clear()
             self._cache.clear()
             self._cached_bytes = 0
-            running = list(self._running)
+        atexit.unregister(self.leave)
         for future in waiting:
             future.cancel()
+
+    def leave(self) -> None:
+        """Close, and wait a little for what runs: a thread that comes back from llguidance while the interpreter ends
+        would end it badly."""
+        self.close()
+        with self._lock:
+            running = [thread for thread in self._running if thread.ident is not None]
         for thread in running:
-            if thread is not threading.current_thread():
-                thread.join(_CLOSE_SECONDS)
+            thread.join(_CLOSE_SECONDS)
 
     def _dispatch(self) -> None:
         """Compile what is queued, one after the other, without waiting for what takes too long."""
@@ -383,21 +396,38 @@ def _again(error: InvalidConstraintError) -> InvalidConstraintError:
 def _warm(grammar: Grammar, matcher: LLMatcher) -> None:
     """Compute the masks at the beginning and after the text that is forced there: the lexer keeps what they cost.
 
-    Raises InvalidConstraintError where nothing at all may begin a text.
+    Raises InvalidConstraintError where nothing at all may begin a text, or where its first few tokens are too much for
+    the limits already.
     """
     trial = grammar.start()
     row = np.empty(trial.words, dtype=np.uint32)
     try:
         trial.mask(row)
-        trial.advance(trial.forced(MAX_WARM))
-        trial.mask(row)
+        for _ in range(TRIAL_TOKENS):
+            tokens = trial.forced(MAX_FORCED) or _first(row & ~grammar.vocabulary.end_bits)
+            trial.advance(tokens)
+            if not tokens or trial.complete:
+                break
+            trial.mask(row)
     except ConstraintError as error:
-        raise InvalidConstraintError(str(error)) from error
+        # A dead end on a way that needn't be taken is no reason to refuse all others.
+        if trial.n_tokens == 0 or not isinstance(error, DeadEndError):
+            raise InvalidConstraintError(str(error)) from error
     matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
     forced = matcher.compute_ff_tokens()
-    if matcher.try_consume_tokens(forced) == len(forced):
+    if forced and matcher.try_consume_tokens(forced) == len(forced):
         matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-    matcher.reset()
+    if matcher.is_error() or not matcher.reset():
+        raise InvalidConstraintError(f"the constraint can't be begun: {reason(matcher)}.")
+
+
+def _first(row: NDArray[np.uint32]) -> list[int]:
+    """The token of the lowest set bit, if any."""
+    words = np.flatnonzero(row)
+    if not len(words):
+        return []
+    word = int(row[words[0]])
+    return [32 * int(words[0]) + (word & -word).bit_length() - 1]
 
 
 def _yield_to_others() -> None:

@@ -15,8 +15,14 @@ from typing import Any, Final
 from forerun.constrain import formats, keywords, patterns
 from forerun.constrain.document import child, fail, shown
 
+MAX_LEAST: Final = 10_000
+"""Highest minLength, minItems or minProperties."""
+
 MAX_COUNT: Final = 1_000_000
-"""Highest minLength, minItems or minProperties; a maximum above it is no limit, as no text gets there."""
+"""A maxLength, maxItems or maxProperties above it is no limit, as no text gets there."""
+
+MAX_MULTIPLE: Final = 10_000
+"""Highest multipleOf, without its decimal point; the time of the first masks grows with it."""
 
 _EXACT: Final = 2**53
 _HUGE: Final = 2.0**63
@@ -30,10 +36,10 @@ def count(node: Mapping[str, Any], keyword: str, path: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
         fail(keyword, path, f"must be a whole number from 0, got {shown(value)}.")
     value = int(value)
-    if value > MAX_COUNT:
-        if keyword.startswith("max"):
-            return None
-        fail(keyword, path, f"is {shown(value)}; the limit is {MAX_COUNT}, which no text reaches.")
+    if keyword.startswith("max"):
+        return value if value <= MAX_COUNT else None
+    if value > MAX_LEAST:
+        fail(keyword, path, f"is {shown(value)}; the limit is {MAX_LEAST}.")
     return value
 
 
@@ -187,8 +193,8 @@ def _multiple(value: Any, path: str) -> int | float:
     while digits.denominator != 1 and scale <= 12:
         digits *= 10
         scale += 1
-    if digits.denominator != 1 or digits >= 100_000:
-        fail("multipleOf", path, f"is {shown(value)}; only numbers below 100000 with few digits can be enforced.")
+    if digits.denominator != 1 or digits > MAX_MULTIPLE:
+        fail("multipleOf", path, f"is {shown(value)}; only numbers of up to four digits can be enforced.")
     return value if isinstance(value, int) or value != int(value) else int(value)
 
 

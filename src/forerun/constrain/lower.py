@@ -3,7 +3,8 @@
 llguidance (docs/json_schema.md there) compiles a large part of JSON Schema, but ignores words that it doesn't
 know, rounds numbers, and lets a key through in another spelling ("\\u0061" for "a") where an object takes
 further properties. So what it gets is written anew: only keywords that it enforces, references resolved,
-patterns and formats in its own syntax, and objects whose further keys are described by what they aren't.
+patterns and formats in its own syntax. Where an object takes keys beyond the declared ones, no text may write a
+character as \\u and four digits, which closes that hole at no cost.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ Json = Any
 class Lowered:
     """A schema for llguidance.
 
-    escapes: whether strings may write any character as an escape. False where a key could be smuggled in by that.
+    escapes: whether strings may write any character as \\u and its code. False where a key could be smuggled in by
+        that; then a string can't hold control characters other than those with a letter (\\b, \\t, \\n, \\f, \\r).
     unknown: the paths of keywords that JSON Schema doesn't know.
     notes: what is enforced a little tighter than it says.
     """
@@ -63,12 +65,22 @@ class _Site(NamedTuple):
 
 def lower(document: Document, place: Place | None = None) -> Lowered:
     """The schema at `place` (default: the whole document) for llguidance. Raises SchemaError."""
-    return _Lowering(document).run(place or document.root)
+    place = place or document.root
+    lowered = _Lowering(document, rewrite=False).run(place) or _Lowering(document, rewrite=True).run(place, last=True)
+    assert lowered is not None
+    return lowered
 
 
 class _Lowering:
-    def __init__(self, document: Document) -> None:
+    """One walk over a schema.
+
+    `rewrite`: whether objects describe their further keys by a pattern, which costs milliseconds for the masks of keys,
+    but lets strings keep escapes such as \\u0001. Only constants with control characters need those.
+    """
+
+    def __init__(self, document: Document, *, rewrite: bool) -> None:
         self._document = document
+        self._rewrite = rewrite
         self._names: dict[tuple[str, bool], str] = {}
         self._todo: list[tuple[Place, _Site]] = []
         self._same: dict[str, list[tuple[str, str]]] = {}
@@ -77,7 +89,8 @@ class _Lowering:
         self._unknown: dict[str, None] = {}
         self._notes: dict[str, None] = {}
 
-    def run(self, place: Place) -> Lowered:
+    def run(self, place: Place, *, last: bool = False) -> Lowered | None:
+        """The schema at a place; None if a constant needs what only rewriting gives (an error if it's the `last`)."""
         root = self._schema(place, _Site(False, "", True))
         definitions: dict[str, Json] = {}
         while self._todo:
@@ -85,6 +98,8 @@ class _Lowering:
             definitions[site.owner] = self._schema(target, site)
         self._refuse_loops()
         if self._control and not self._escapes:
+            if not last:
+                return None
             fail(
                 *self._control,
                 "has a control character, which can't be allowed where objects of the schema take "
@@ -267,7 +282,13 @@ class _Lowering:
         if out.get("additionalProperties") is False or not (names or patterned):
             return
         short = all(len(name) <= MAX_NAME for name in names) and sum(map(len, names)) <= MAX_NAMES
-        if site.merged or patterned or not short or {"minProperties", "maxProperties"} & out.keys():
+        if (
+            not self._rewrite
+            or site.merged
+            or patterned
+            or not short
+            or {"minProperties", "maxProperties"} & out.keys()
+        ):
             self._escapes = False
             return
         further = out.get("additionalProperties", True)

@@ -32,11 +32,14 @@ class JsonSchema(Constraint):
     """The text is a JSON value that a JSON Schema accepts (drafts 4 to 2020-12, given as values or as JSON text).
 
     Beyond what the schema says: declared properties come in the order of the schema, required ones that aren't declared
-    after them, and further ones last; a number of type integer has no fraction or exponent; a keyword beside `$ref`
-    applies, in every draft; formats are enforced. Recursion, references within the schema and combinations work as far
-    as the grammar can enforce them; what it can't is refused with InvalidConstraintError, which names the keyword and
-    its place. Keywords that JSON Schema doesn't know describe nothing: one ConstraintWarning lists them, unless they
-    begin with "x-" or are common annotations.
+    after them, and further ones last; a number of type integer has no fraction or exponent, and one with bounds no
+    exponent; a keyword beside `$ref` applies, in every draft; formats are enforced. A decimal below a bound may need as
+    many digits as the bound (0.70 under a maximum of 0.75). Where an object takes keys beyond the declared ones,
+    strings have no escapes by \\u, and so no control characters but \\b, \\t, \\n, \\f and \\r.
+
+    What the grammar can't enforce is refused with InvalidConstraintError, which names the keyword and its place.
+    Keywords that JSON Schema doesn't know describe nothing: one ConstraintWarning lists them, unless they begin with
+    "x-" or are common annotations.
     """
 
     schema: Mapping[str, Any] | str | bool

@@ -10,7 +10,7 @@ the same tokens. https://github.com/guidance-ai/llguidance
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import numpy as np
 from llguidance import LLMatcher
@@ -21,6 +21,10 @@ from forerun.errors import ConstraintError
 
 if TYPE_CHECKING:
     from forerun.constrain.compiler import Grammar
+
+
+class DeadEndError(ConstraintError):
+    """No token of the model continues the text."""
 
 
 MIN_CONTEXT: Final = 4
@@ -41,6 +45,7 @@ class GrammarState:
         self._tokens: list[int] = []
         self._places: list[JsonPlace] = [START]
         self._ended = False
+        self._limit = ""
 
     @property
     def words(self) -> int:
@@ -79,12 +84,7 @@ class GrammarState:
         # What a matcher has seen counts towards its limits, drafts included: one without that past decides.
         self._renew()
         if not self._fill(out):
-            reason = self._reason()
-            self._renew()
-            raise ConstraintError(
-                f"the constraint has no way on after {self.n_tokens} tokens ({reason}): no token of this model "
-                "continues the text, or finding one costs too much. Simplify the constraint."
-            )
+            self._fail()
 
     def masks(self, tokens: Sequence[int], parents: Sequence[int], out: NDArray[np.uint32]) -> list[bool]:
         """Masks along every path of a draft tree into `out`, uint32[n + 1, W or more].
@@ -160,7 +160,10 @@ class GrammarState:
             if token in self._vocabulary.ends and self._matcher.is_accepting():
                 self._ended = True
             elif token in self._vocabulary.ends or not self._push(token):
+                limit = self._limit if token not in self._vocabulary.ends else ""
                 self.rollback(self.n_tokens - start)
+                if limit:
+                    raise _too_costly(start + n, limit)
                 raise ConstraintError(
                     f"token {token} isn't allowed as number {start + n} of the constrained text: choose tokens under "
                     "the mask."
@@ -263,10 +266,12 @@ class GrammarState:
 
     def _push(self, token: int) -> bool:
         """Read one token that doesn't end the text; False, and nothing changes, if the grammar doesn't allow it."""
+        self._limit = ""
         if not 0 <= token < self._vocabulary.size:
             return False
         if self._matcher.try_consume_tokens([token]) != 1:
             if self._matcher.is_error():
+                self._limit = reason(self._matcher)
                 self._renew()
             return False
         place = self._places[-1]
@@ -287,18 +292,32 @@ class GrammarState:
         """A new matcher that has read the same tokens."""
         self._matcher = self._grammar.matcher()
         if self._matcher.try_consume_tokens(self._tokens) != len(self._tokens):
-            raise ConstraintError(
-                f"the constrained text of {len(self._tokens)} tokens can't be read again ({self._reason()}): it costs "
-                "more than the limits allow. Simplify the constraint."
-            )
+            raise _too_costly(len(self._tokens), reason(self._matcher))
 
     def _has(self, row: NDArray[np.uint32], token: int) -> bool:
         return 0 <= token < self._vocabulary.size and bool(int(row[token >> 5]) >> (token & 31) & 1)
 
-    def _reason(self) -> str:
-        """Why nothing is allowed, in llguidance's words."""
-        lines = [line for line in self._matcher.get_error().splitlines() if line and not line.startswith("<")]
-        return lines[0] if lines else "no token fits"
+    def _fail(self) -> NoReturn:
+        """Say why nothing is allowed; the state stays usable."""
+        why = reason(self._matcher)
+        dead = not self._matcher.is_error() or why == "NoExtensionBias"
+        self._renew()
+        if dead:
+            raise DeadEndError(
+                f"the constraint has no way on after {self.n_tokens} tokens: no token of this model continues the "
+                "text. Allow other texts."
+            )
+        raise _too_costly(self.n_tokens, why)
+
+
+def _too_costly(n: int, why: str) -> ConstraintError:
+    return ConstraintError(f"the constraint costs more than the limits allow after {n} tokens ({why}): simplify it.")
+
+
+def reason(matcher: LLMatcher) -> str:
+    """Why a matcher failed, in llguidance's words."""
+    lines = [line for line in matcher.get_error().splitlines() if line and not line.startswith("<")]
+    return lines[0].rstrip(".") if lines else str(matcher.stop_reason())
 
 
 def _walk(parents: Sequence[int]) -> Iterator[tuple[int, int]]:

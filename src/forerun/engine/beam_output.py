@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+from forerun.engine.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class BeamSequence:
     logprobs: tuple[float, ...]
     logprob: float
     score: float
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
 
 
 class BeamBlocks(NamedTuple):

@@ -51,7 +51,7 @@ class Ending(NamedTuple):
     score: float
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """What becomes of a step's candidates.
 
     going: those that go on, best first.
@@ -98,19 +98,19 @@ class BeamRules:
 
     def choose(
         self, candidates: Iterable[Candidate], length: int, ends: Callable[[Candidate], FinishReason | None]
-    ) -> Choice:
+    ) -> Selection:
         """Divides a step's candidates, of texts that have `length` tokens with theirs; `ends` is asked in order."""
-        choice = Choice([], [])
+        selection = Selection([], [])
         for rank, candidate in enumerate(sorted(candidates, key=lambda c: (-c.total, c.beam, c.token))):
-            if len(choice.going) == self.beams and rank >= self.beams:
+            if len(selection.going) == self.beams and rank >= self.beams:
                 break
             reason = ends(candidate)
             if reason is None:
-                if len(choice.going) < self.beams:
-                    choice.going.append(candidate)
+                if len(selection.going) < self.beams:
+                    selection.going.append(candidate)
             elif rank < self.beams:
-                choice.ended.append(Ending(candidate, reason, self.score(candidate.total, length)))
-        return choice
+                selection.ended.append(Ending(candidate, reason, self.score(candidate.total, length)))
+        return selection
 
     def over(self, best: float | None, length: int, longest: int, finished: list[float]) -> bool:
         """Whether nothing more is to be done.

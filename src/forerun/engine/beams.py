@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,7 @@ class LiveBeam(LiveRequest):
     Attributes:
         search: what it belongs to.
         candidates: its best continuations, once its scores are known.
+        stuck: why its grammar says nothing about them, or None.
         logprobs: of its output tokens.
         total: their sum, in float64.
     """
@@ -71,6 +72,7 @@ class LiveBeam(LiveRequest):
     def __init__(self, request: Request, params: SamplingParams, tokenizer: Tokenizer, rules: BeamRules) -> None:
         super().__init__(request, params, 0, tokenizer)
         self.candidates: list[tuple[int, float]] = []
+        self.stuck: ForerunError | None = None
         self.logprobs: list[float] = []
         self.total = 0.0
         self.search = BeamSearch(rules, self, tokenizer)
@@ -88,6 +90,7 @@ class LiveBeam(LiveRequest):
     def read(self, walk: Walk, logits: Floats, masks: npt.NDArray[np.uint32]) -> None:
         """Notes the best continuations by the scores of a step, logits float32[N, V]; none where the mask failed."""
         self.candidates = []
+        self.stuck = walk.error
         if walk.error is not None:
             return
         row = logits[walk.output]
@@ -232,22 +235,22 @@ class BeamSearch:
         ]
         first = beams[0].request
         length, longest = first.n_output + 1, first.limit - first.n_prompt
-        choice = rules.choose(candidates, length, lambda candidate: beams[candidate.beam].reason(candidate))
+        selection = rules.choose(candidates, length, lambda candidate: beams[candidate.beam].reason(candidate))
         self._steps += 1
-        for ending in choice.ended:
+        for ending in selection.ended:
             self._finished.append(self._sequence(ending))
         # Stable: of equal scores, what was finished first.
         self._finished = sorted(self._finished, key=lambda sequence: -sequence.score)[: rules.beams]
-        if not choice.going and not self._finished:
+        if not selection.going and not self._finished:
             raise ConstraintError(
                 f"request {self._name!r}: no beam can go on after {length - 1} tokens: constraint, allowed_token_ids, "
                 "bad_words and min_tokens leave nothing together; loosen one of them"
-            )
-        best = choice.going[0].total if choice.going else None
+            ) from beams[0].stuck
+        best = selection.going[0].total if selection.going else None
         if rules.over(best, length, longest, [sequence.score for sequence in self._finished]):
             self._end(loop, "stop", now)
         else:
-            self._go_on(loop, choice.going, now)
+            self._go_on(loop, selection.going, now)
 
     def _go_on(self, loop: Loop, going: Sequence[Candidate], now: float) -> None:
         """Beams without a child end first, so that forks find their rows free."""
@@ -310,10 +313,8 @@ class BeamSearch:
         candidate = ending.candidate
         beam = self.beams[candidate.beam]
         tokens = (*beam.request.output_ids, candidate.token)
-        return BeamSequence(
-            "", tokens, (*beam.logprobs, candidate.logprob), candidate.total, ending.score,
-            cast("Any", ending.reason),
-        )  # fmt: skip
+        logprobs = (*beam.logprobs, candidate.logprob)
+        return BeamSequence("", tokens, logprobs, candidate.total, ending.score, ending.reason)
 
     def _text(self, sequence: BeamSequence) -> str:
         stream = TextStream(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,10 +65,13 @@ class SpecArrays(NamedTuple):
         late: of each row, what `LogitEdits.late` gives; nothing: no row has late edits.
         """
         params = list(params)
-        n = len(params)
-        each = [edits or NO_EDITS for edits in late] or [NO_EDITS] * n
-        start = np.zeros(n + 1, dtype=np.int32)
-        np.cumsum([len(edits.ids) for edits in each], out=start[1:])
+        each = list(late)
+        start = np.zeros(len(params) + 1, dtype=np.int32)
+        columns: tuple[npt.NDArray[Any], ...] = NO_EDITS
+        if any(each):
+            rows = [edits or NO_EDITS for edits in each]
+            np.cumsum([len(edits.ids) for edits in rows], out=start[1:])
+            columns = tuple(np.concatenate(column) for column in zip(*rows, strict=True))
         return cls(
             np.array([p.temperature for p in params], dtype=np.float32),
             np.array([p.top_k for p in params], dtype=np.int32),
@@ -79,7 +82,7 @@ class SpecArrays(NamedTuple):
             np.array(list(seeds), dtype=np.uint64),
             np.array(list(positions), dtype=np.int64),
             start,
-            *(np.concatenate(columns) for columns in zip(NO_EDITS, *each, strict=True)),
+            *columns,
         )
 
 

@@ -54,8 +54,8 @@ class BadWords:
             *before, last = sequence
             self._last.setdefault(tuple(before), []).append(last)
         self._lengths = sorted({len(before) for before in self._last})
-        reach = max(self._lengths, default=0)
-        self._tokens = list(prompt_ids)[-reach:] if reach else []
+        self._reach = max(self._lengths, default=0)
+        self._tokens = list(prompt_ids)[-self._reach :] if self._reach else []
         self._n_prompt = len(self._tokens)
 
     def __bool__(self) -> bool:
@@ -63,7 +63,8 @@ class BadWords:
 
     def append(self, tokens: Sequence[int]) -> None:
         """Output goes on with `tokens`."""
-        self._tokens += tokens
+        if self._reach:
+            self._tokens += tokens
 
     def truncate(self, n_output: int) -> None:
         """Output ends after its first `n_output` tokens."""
@@ -78,8 +79,7 @@ class BadWords:
 
     def banned(self, path: Sequence[int]) -> Ids:
         """intp[n], distinct: the tokens that would complete a sequence after the output and `path`."""
-        reach = self._lengths[-1]
-        recent = [*self._tokens[-reach:], *path] if reach else []
+        recent = [*self._tokens[-self._reach :], *path]
         found: list[int] = []
         for length in self._lengths:
             if length <= len(recent):

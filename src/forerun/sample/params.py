@@ -200,9 +200,11 @@ class SamplingParams:
 
         Empty at temperature 0, too, where the largest logit that the penalties leave is taken in any order.
         """
+        if self.greedy or self.order == STAGES:
+            return ()
         on = self._switched_on()
         stages = tuple(stage for stage in self.order if stage in on)
-        if self.greedy or stages == tuple(stage for stage in STAGES if stage in on):
+        if stages == tuple(stage for stage in STAGES if stage in on):
             return ()
         return stages[1:] if stages[0] == "penalties" else stages
 

@@ -1,0 +1,77 @@
+"""bench/sampling.py: that it times what it names, beside the reading of the row."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+PATH = Path(__file__).parents[2] / "bench" / "sampling.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    if not PATH.exists():
+        pytest.skip("bench/ isn't part of this tree")
+    spec = importlib.util.spec_from_file_location("bench_sampling", PATH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up by name.
+    sys.modules["bench_sampling"] = module
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules["bench_sampling"]
+
+
+def test_every_setting_is_printed_beside_the_reading(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sampling.py", "--vocab", "500", "--rounds", "2"])
+    bench.main()
+    shown = capsys.readouterr().out
+    for setting in bench.SETTINGS:
+        assert shown.count(f"\n{setting.name} ") == 1
+    monkeypatch.setattr(sys, "argv", ["sampling.py", "--vocab", "500", "--rounds", "2", "--json"])
+    bench.main()
+    found = json.loads(capsys.readouterr().out)
+    assert found["command"] == "python bench/sampling.py --vocab 500 --rounds 2 --json"
+    assert found["processor"]
+    for times in found["milliseconds_per_row"].values():
+        assert list(times) == [*(setting.name for setting in bench.SETTINGS), "read"]
+        assert min(times.values()) > 0
+
+
+def test_the_settings_choose_as_their_names_say(bench: ModuleType) -> None:
+    """Greedy takes the maximum, a mask leaves its tokens, top-k its number."""
+    logits = bench.logits_of(np.random.default_rng(0), 3_000, "open")
+    chosen = {
+        setting.name: [int(call()[0]) for call in bench.calls(setting, logits, "auto")] for setting in bench.SETTINGS
+    }
+    assert chosen["greedy"] == logits.argmax(axis=1).tolist()
+    ranks = (-logits).argsort(axis=1).argsort(axis=1)
+    usual = chosen["temperature, top-k, top-p"]
+    assert all(ranks[row, token] < 50 for row, token in enumerate(usual))
+    allowed = set(np.random.default_rng(7).permutation(3_000)[:40].tolist())
+    assert set(chosen["the same, mask of 40 tokens"]) <= allowed
+    assert not set(usual) <= allowed
+
+
+@pytest.mark.parametrize("kind", ["sharp", "open"])
+def test_the_usual_settings_cost_a_few_readings_of_the_row(bench: ModuleType, kind: str) -> None:
+    """Measured: two to three times; 0.3 ms would be eight times, and what a lost algorithm takes is 25 times."""
+    logits = bench.logits_of(np.random.default_rng(0), 151_936, kind)
+    usual = [setting for setting in bench.SETTINGS if setting.knobs == bench.USUAL]
+    assert len(usual) == 3
+    reading = min(bench.seconds(way) for way in bench.reads(logits) for _ in range(5))
+    for setting in usual:
+        taken = min(bench.seconds(bench.calls(setting, logits, "auto")) for _ in range(5))
+        assert taken < 8 * reading, (setting.name, taken, reading)
