@@ -206,13 +206,14 @@ def measure(engine: Engine, arguments: argparse.Namespace, setup: Setup) -> Repo
     schemas = Schemas(arguments.values, arguments.bytes)
     n_bytes = len(json.dumps(schemas.next()))
     prompt = engine.tokenizer.encode("A record:")
+    # The first constraint of all would wait for the vocabulary.
+    engine._compiler.prepare().result()
     driver = Driver(engine, arguments.requests)
     quiet: list[Window] = []
     compiling: list[Window] = []
     submits: list[float] = []
     driver.start()
     try:
-        # The first constraint of all prepares the vocabulary.
         compile_once(engine, {"type": "boolean"}, prompt)
         for turn in range(2 * arguments.rounds):
             until = time.perf_counter() + arguments.seconds

@@ -59,6 +59,8 @@ def prompt_of(case: Case) -> str:
 def spread(cases: Sequence[Case], engine: Engine, n: int) -> list[Case]:
     """At most n cases, evenly over those that compile."""
     compiling = []
+    # Not in the first schema's time.
+    engine._compiler.prepare().result()
     for case in cases:
         try:
             engine.compile_constraint(JsonSchema(case.schema))

@@ -299,7 +299,7 @@ std::tuple<Output<std::int32_t>, Output<float>, Output<float>> top_logprobs(Logi
   auto chosen_logprob = std::make_unique<float[]>(R);
   {
     nb::gil_scoped_release release;
-    static thread_local SampleScratch scratch;  // a few megabytes, whose pages would be asked for anew in every call
+    static thread_local SampleScratch scratch;
     for (std::size_t r = 0; r < R; ++r) {
       logprobs_row(row_of(logits, rows.data()[r]), V, chosen.data()[r], top, ids.get() + r * width,
                    logprobs.get() + r * width, chosen_logprob.get() + r, scratch, isa);

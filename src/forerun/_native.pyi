@@ -33,8 +33,8 @@ def sample(
 ) -> NDArray[numpy.int32]:
     """
     Tokens int32[R] drawn from rows int32[R] of logits float32[N, V], of those tokens that row mask_rows int32[R] of
-    masks uint32[M, W] allows (-1: of all); -1: a logit is NaN or +inf, -2: nothing is allowed. The arguments between are
-    forerun.sample.arrays.SpecArrays; the definition is forerun.sample.transforms.
+    masks uint32[M, W] allows (-1: of all); -1: a logit is NaN or +inf, -2: nothing is allowed. The arguments between
+    are forerun.sample.arrays.SpecArrays; the definition is forerun.sample.transforms.
     """
 
 def gumbel(seed: int, position: int, ids: NDArray[numpy.int32], isa: str = "auto") -> NDArray[numpy.float32]:

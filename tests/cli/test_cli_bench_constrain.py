@@ -18,7 +18,6 @@ from forerun import Engine, SamplingParams, cli
 from forerun.cli import bench_arms, bench_constrain
 from forerun.constrain.schema import JsonSchema
 from forerun.engine.choose import Chooser, Walk
-from forerun.engine.forced import GRAMMAR
 from reference.tiny import TinySpec, write_tiny_gguf
 
 pytestmark = pytest.mark.usefixtures("steady_times")
@@ -113,7 +112,8 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str], model: Path, tas
     assert (whole["records"], whole["finished"], whole["valid"], whole["own"]) == (3, 2, 2, 3)
     assert whole["tokens"] == sum(result["tokens"] for result in results.values())
     assert whole["forced_share"] == pytest.approx(sum(one["forced"] for one in results.values()) / whole["tokens"])
-    assert whole["forced_share"] > 0.3
+    # Of {"kind":"first","place":{"town":"Here","near":true},"tags":[]} only some characters are the model's to choose.
+    assert 0.3 < whole["forced_share"] < 1
     assert whole["constrained_tokens_per_step"] > whole["repeated_tokens_per_step"] >= 1
     assert 0 < whole["mask_share"] < 1
     assert whole["full_steps"] > 0
@@ -243,7 +243,3 @@ def test_tasks_without_schemas_are_refused(capsys: pytest.CaptureFixture[str], m
     code, _, errors = call(capsys, model, path)
     assert code == 1
     assert "has a schema; add one to its lines" in errors
-
-
-def test_forced_text_is_counted_under_the_name_of_its_drafts() -> None:
-    assert bench_constrain.measure.FORCED == GRAMMAR

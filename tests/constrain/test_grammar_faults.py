@@ -140,7 +140,7 @@ def drafts_stay_read(self: Any, tokens: Sequence[int], parents: Sequence[int], o
 
 
 def reachable_by_anything(self: Any, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
-    return [True] * len(tokens)
+    return [reach or True for reach in ORIGINAL["reachable"](self, tokens, parents)]
 
 
 FAULTS: list[tuple[str, Callable[..., Any]]] = [

@@ -11,8 +11,10 @@ import pytest
 from llguidance import LLMatcher
 
 from forerun.constrain.compiler import Grammar, GrammarCompiler
-from forerun.errors import ConstraintError
+from forerun.errors import ConstraintError, InvalidConstraintError
 from reference.grammars import Written, WrittenJson, mask_of, rich_tokenizer, walk_at_random
+from reference.tiny import byte_alphabet
+from reference.vocabularies import byte_level
 
 TOKENIZER = rich_tokenizer()
 ENDS = set(TOKENIZER.eos_ids)
@@ -214,39 +216,44 @@ def test_more_than_was_read_cannot_be_taken_back(compiler: GrammarCompiler) -> N
 
 
 def test_a_state_outlives_its_limits(compiler: GrammarCompiler) -> None:
-    """Too costly a place is an error of that place alone: the text can be taken back, and drafts stop before it."""
-    state = compiler.compile(Written('start: "b" x\nx: "c" | s\ns: "a" | s s | s s s\n')).start()
-    a, b, c = (TOKENIZER.encode_plain(letter)[0] for letter in "abc")
-    state.advance([b])
+    """Too costly a place is an error of that place alone: drafts stop before it, and the text may go another way."""
+    properties = {f"property {n}": {"type": "integer"} for n in range(600)}
+    costly = {"type": "object", "properties": properties, "additionalProperties": False}
+    state = compiler.compile(json_text({"type": "array", "items": {"anyOf": [{"type": "integer"}, costly]}})).start()
+    bracket, one, brace = (TOKENIZER.encode_plain(letter)[0] for letter in "[1{")
+    state.advance([bracket])
     begin = mask_of(state)
-    read = 0
-    with pytest.raises(ConstraintError, match=r"costs more than the limits allow after \d+ tokens"):
-        for _ in range(2000):
-            state.advance([a])
-            read += 1
-            mask_of(state)
     for _ in range(2):
-        with pytest.raises(ConstraintError, match="costs more than the limits allow"):
-            state.advance([a])
+        with pytest.raises(ConstraintError, match=r"costs more than the limits allow after \d tokens .* max is 2000"):
+            state.advance([brace])
             mask_of(state)
-        state.rollback(max(0, state.n_tokens - read))
-    state.rollback(state.n_tokens - 1)
-    assert mask_of(state) == begin
-    n = read + 3
-    out = np.zeros((n + 2, state.words), np.uint32)
-    reached = state.masks([a] * n + [c], [*range(-1, n - 1), -1], out)
-    assert reached[:n] == sorted(reached[:n], reverse=True)
-    assert read - 3 <= sum(reached[:n]) < n
-    assert reached[n]
-    state.advance([c])
+        state.rollback(state.n_tokens - 1)
+        assert mask_of(state) == begin
+        out = np.full((5, state.words), 0xDEADBEEF, np.uint32)
+        assert state.masks([brace, one, brace, one], [-1, -1, 0, 1], out) == [False, True, False, True]
+        assert not out[[1, 3]].any()
+        assert mask_of(state) == begin
+    state.advance(TOKENIZER.encode_plain("1]"))
     assert state.complete
 
 
-def test_a_dead_end_is_an_error(compiler: GrammarCompiler) -> None:
-    """Never a text that isn't valid: where no token goes on, not even an end is allowed; others go on."""
-    [a] = TOKENIZER.encode_plain("a")
-    state = compiler.compile(regex("a(b|c)")).start()
-    state._matcher = LLMatcher(state._vocabulary.backend, 'start: "a" X\nX: /b/ & /c/\n', log_level=0)
-    with pytest.raises(ConstraintError, match="no way on|costs more"):
-        state.advance([a])
-        mask_of(state)
+def test_a_dead_end_is_an_error() -> None:
+    """Never a text that isn't valid: where the model has no token to go on with, not even an end is allowed."""
+    alphabet = [*byte_alphabet(), "<|endoftext|>"]
+    alphabet[ord("z")] = "ab"
+    tokenizer = byte_level(tokens=alphabet, token_type=np.array([1] * 256 + [3], np.int32), merges=["a b"],
+                           bos_token_id=256, eos_token_id=256)  # fmt: skip
+    compiler = GrammarCompiler(tokenizer)
+    state = compiler.compile(Written('start: "a" /z+/ | "b"\n')).start()
+    out = np.zeros((3, state.words), np.uint32)
+    assert state.masks([97, 98], [-1, -1], out) == [False, True]
+    state.advance([97])
+    for _ in range(2):
+        with pytest.raises(ConstraintError, match="no way on after 1 tokens"):
+            mask_of(state)
+    state.rollback(1)
+    state.advance([98])
+    assert mask_of(state) == {256}
+    with pytest.raises(InvalidConstraintError, match=r"no way on|can't be begun"):
+        compiler.compile(Written('start: "az"\n'))
+    compiler.close()

@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-from forerun.engine.forced import GRAMMAR
-from forerun.engine.output import DrafterCounts
 from forerun.measure.constrain import (
-    FORCED,
     Arm,
     Group,
     Phase,
@@ -59,6 +56,12 @@ def runs(constrained: float, repeated: float, off: float = 1.0, **more: Any) -> 
     }
 
 
+def forced(task: Task, token_ids: Sequence[int]) -> int:
+    """Five of each text's tokens."""
+    assert task.schema == SCHEMA
+    return min(5, len(token_ids))
+
+
 def test_the_text_is_recorded_first_and_the_pair_takes_turns() -> None:
     seen: list[tuple[list[str], Arm]] = []
 
@@ -77,10 +80,9 @@ def test_the_text_is_recorded_first_and_the_pair_takes_turns() -> None:
 
 
 def test_a_record() -> None:
-    forced = {GRAMMAR: DrafterCounts(2, 6, 5), "suffix": DrafterCounts(1, 3, 1)}
-    one = runs(2.0, 4.0, 1.0, first=1.0, decisions=5, by_drafter=forced)
+    one = runs(2.0, 4.0, 1.0, first=1.0, decisions=5)
     own = run(3.0, 20, text='```json\n{"n": 3}\n```')
-    (result,) = results_of([group("a", one)], {"a": own}, json_schema_check())
+    (result,) = results_of([group("a", one)], {"a": own}, forced, json_schema_check())
     assert result == RecordResult(
         task_id="a",
         category="c",
@@ -102,30 +104,28 @@ def test_a_record() -> None:
         own_valid=False,
         own_valid_in_block=True,
     )
-    assert FORCED == GRAMMAR
 
 
 def test_only_texts_that_ended_are_judged() -> None:
     check = json_schema_check()
     cut = group("cut", runs(1, 1, text='{"n":', finish_reason="length"))
     bad = group("bad", runs(1, 1, text='{"n":1.5}'))
-    found = results_of([cut, bad, group("good", runs(1, 1))], {}, check)
+    found = results_of([cut, bad, group("good", runs(1, 1))], {}, forced, check)
     assert [(result.valid, result.own_valid, result.own_tokens) for result in found] == [
         (None, None, None), (False, None, None), (True, None, None),
     ]  # fmt: skip
-    assert [result.valid for result in results_of([bad], {}, None)] == [None]
+    assert [result.valid for result in results_of([bad], {}, forced, None)] == [None]
 
 
 def test_rows() -> None:
-    forced = {FORCED: DrafterCounts(1, 4, 4)}
     phase = Phase(10, 2.0, 0.1)
     groups = [
-        group("a", runs(1.0, 2.0, proposed=8, accepted=6, by_drafter=forced), phase, "e/x"),
+        group("a", runs(1.0, 2.0, proposed=8, accepted=6), phase, "e/x"),
         group("b", runs(3.0, 2.0), Phase(30, 2.0, 0.3), "e/y"),
         group("c", runs(2.0, 2.0, text="{}"), phase, "f"),
     ]
     own = {"a": run(1, text='{"n":1}'), "b": run(1, text="no")}
-    rows = rows_of(groups, results_of(groups, own, json_schema_check()))
+    rows = rows_of(groups, results_of(groups, own, forced, json_schema_check()))
     assert [(row.category, row.records, row.tokens) for row in rows] == [
         ("e", 2, 22), ("e/x", 1, 11), ("e/y", 1, 11), ("f", 1, 11), ("all", 3, 33),
     ]  # fmt: skip
@@ -134,18 +134,18 @@ def test_rows() -> None:
     assert (both.ratio, both.ratio_median, both.ratio_mean) == (pytest.approx(1), pytest.approx(1), pytest.approx(1))
     assert both.ratio_p90 == pytest.approx(1.4)
     assert (both.off_ratio, both.gain) == (pytest.approx(0.5), pytest.approx(0.5))
-    assert both.forced_share == pytest.approx(4 / 22)
+    assert both.forced_share == pytest.approx(10 / 22)
     assert (both.mask_share, both.full_steps) == (pytest.approx(0.4 / 4), 40)
     assert (both.constrained_acceptance, both.repeated_acceptance) == (0.75, None)
     assert (both.own, both.own_valid, both.own_valid_in_block) == (2, 1, 1)
     assert (total.finished, total.valid) == (3, 2)
-    assert rows_of(groups[:2], results_of(groups[:2], {}, None))[-1].category == "e/y"
+    assert rows_of(groups[:2], results_of(groups[:2], {}, forced, None))[-1].category == "e/y"
 
 
 def test_a_text_of_one_token_has_no_time_between_tokens() -> None:
     one = {arm: run(1.0, 1) for arm in runs(1, 1)}
     groups = [group("a", one)]
-    results = results_of(groups, {}, None)
+    results = results_of(groups, {}, forced, None)
     assert (results[0].ratio, results[0].constrained_ms) == (None, None)
     row = rows_of(groups, results)[0]
     assert (row.ratio, row.ratio_p90, row.mask_share, row.valid) == (None, None, None, None)

@@ -127,7 +127,9 @@ def _multiple_of(_: Any, divisor: float, instance: Any, __: Any) -> Iterator[jso
     """`multipleOf` on decimals as written: the package divides floats, by which 0.3 is no multiple of 0.1."""
     if not isinstance(instance, (int, float)) or isinstance(instance, bool) or abs(instance) == float("inf"):
         return
-    if Fraction(getattr(instance, "digits", str(instance))) % Fraction(str(divisor)):
+    digits = getattr(instance, "digits", str(instance))
+    exponent = int([*re.split("[eE]", digits), "0"][1][:9])
+    if abs(exponent) > 400 or Fraction(digits) % Fraction(str(divisor)):
         yield jsonschema.ValidationError(f"{instance} is no multiple of {divisor}")
 
 

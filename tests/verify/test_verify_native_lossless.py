@@ -32,8 +32,14 @@ ALPHA = 2e-5
 SHAPES = {"none": Shape((-1,), lengths=(0,)), "chain": CHAIN, "ragged": RAGGED, "tree": TREE}
 JUNK = World(101)
 POSITION = 1000
-OFF = {"temperature": 0.6, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-KNOBS = [OFF, {**OFF, "top_k": 3}, {**OFF, "top_p": 0.8}, {**OFF, "min_p": 0.4, "temperature": 0.9}]
+OFF = {"temperature": 0.6, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+KNOBS = [
+    OFF,
+    {**OFF, "top_k": 3},
+    {**OFF, "top_p": 0.8},
+    {**OFF, "min_p": 0.4, "temperature": 0.9},
+    {**OFF, "typical_p": 0.6, "temperature": 0.9},
+]
 
 by_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
@@ -44,15 +50,6 @@ def world_of(seed: int = 1, *, zeros: float = 0.0, **knobs: float) -> World:
     weights = [np.stack([exp32(node.scores(row, **knobs)) for row in table]) for table in world.tables]
     world.__dict__["p"] = [w.astype(np.float64) / w.sum(axis=1, keepdims=True, dtype=np.float64) for w in weights]
     return world
-
-
-def spec(rows: np.ndarray, positions: np.ndarray, knobs: dict[str, float]) -> tuple[np.ndarray, ...]:
-    n = len(rows)
-    return (
-        np.full(n, knobs["temperature"], np.float32), np.full(n, knobs["top_k"], np.int32),
-        np.full(n, knobs["top_p"], np.float32), np.full(n, knobs["min_p"], np.float32),
-        rows.astype(np.uint64), positions.astype(np.int64),
-    )  # fmt: skip
 
 
 def walk(
@@ -82,7 +79,7 @@ def walk(
         choice, token = _native.reject(
             logits,
             at.astype(np.int32),
-            *spec(walking, np.full(len(walking), POSITION + (0 if still else depth)), knobs),
+            *native.spec(len(walking), seed=walking, position=POSITION + (0 if still else depth), **knobs),
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
             tokens[walking][children].astype(np.int32),
             q_rows,
@@ -196,7 +193,9 @@ def test_planted_faults_of_the_call_are_caught():
         assert score(world, OFF, batches.get(name, chain), *walked) > threshold(world), name
 
 
-@pytest.mark.parametrize(("knobs", "missing"), [(KNOBS[1], "top_k"), (KNOBS[2], "top_p"), (KNOBS[3], "min_p")])
+@pytest.mark.parametrize(
+    ("knobs", "missing"), [(KNOBS[1], "top_k"), (KNOBS[2], "top_p"), (KNOBS[3], "min_p"), (KNOBS[4], "typical_p")]
+)
 def test_a_transform_that_the_target_misses_is_caught(knobs, missing):
     world, rng = world_of(**knobs), np.random.default_rng(4)
     batch = drafts(world, Rule(), CHAIN, JUNK, rng, ROWS)

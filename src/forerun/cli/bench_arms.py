@@ -82,6 +82,7 @@ class ArmRunner:
 
     def warm_up(self, tasks: Sequence[Task]) -> None:
         """Maps weights, starts threads, compiles the schemas: a few tokens in each arm."""
+        self._constrained._compiler.prepare().result()
         most, self._max_tokens = self._max_tokens, min(self._max_tokens, _WARM_TOKENS)
         try:
             measure.measure_group(tasks, 0, lambda group, arm: self._trial(group, arm, "warm"))
@@ -92,6 +93,16 @@ class ArmRunner:
     def trial(self, tasks: Sequence[Task], arm: measure.Arm) -> measure.Trial:
         """Answers tasks together in one arm; "constrained_off" records the tokens that the others repeat."""
         return self._trial(tasks, arm, "measured")
+
+    def forced(self, task: Task, token_ids: Sequence[int]) -> int:
+        """Tokens of a constrained text about which its grammar left no choice."""
+        assert task.schema is not None
+        state = self._constrained._compiler.compile(JsonSchema(task.schema)).start()
+        n = 0
+        for token in token_ids:
+            n += state.forced(1) == [token]
+            state.advance([token])
+        return n
 
     def own(self, tasks: Sequence[Task]) -> dict[str, Run]:
         """What the model writes without constraint, with speculation, by task id."""

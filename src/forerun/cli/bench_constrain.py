@@ -109,7 +109,7 @@ def constrain(
                 raise
             complete = False
     check = measure.json_schema_check()
-    results = measure.results_of(done, own, check)
+    results = measure.results_of(done, own, runner.forced, check)
     report = measure.ConstrainReport(
         setup=setup_of(plain, name, path, command),
         date=date,
@@ -169,8 +169,8 @@ _TIMES_LEGEND = (
     "= ratio of the times from submission to the end, prompts included; off = ratio with speculation off in both"
 )
 _COUNTS_LEGEND = (
-    "tokens/step = emitted tokens / steps that chose tokens; forced = emitted tokens that the grammar forced and the "
-    "model accepted; masks = time of grammars that no forward hid / time of steps in which the whole group decoded; "
+    "tokens/step = emitted tokens / steps that chose tokens; forced = emitted tokens about which the grammar left "
+    "no choice; masks = time of grammars that no forward hid / time of steps in which the whole group decoded; "
     "ended, valid = constrained texts that ended by themselves, and those of them that obey the schema; own texts = "
     "the model's answers without constraint: valid as they are, and valid in their first code block"
 )

@@ -91,7 +91,7 @@ def masks(
     try:
         with progress_shown() as show:
             show("preparing the vocabulary")
-            compiler.compile(constraint_maker(chosen)({}))
+            compiler.prepare().result()
             for n, case in enumerate(cases, 1):
                 show(f"schema {n} of {len(cases)}: {case.case_id}")
                 results.append(measure.check(case, tokenizer, compiler, constraint_maker(chosen), chosen))

@@ -47,15 +47,14 @@ def limits() -> LLParserLimits:
 
     Compiling: llguidance's own limits; an enum of 20,000 texts in 4 MB passes, and so do 5,000 required properties.
     A step: at most 2,000 open ways to go on (4 for each optional property of an object) and 10,000 looked at for one
-    mask, which bounds a mask of an ambiguous grammar to tenths of a second; half of the public schemas that these were
-    chosen with need less than 200 and 2,000. A text: 100,000 states of its lexer, of 1 to 2 kB; those schemas need
-    fewer than 5,000.
+    mask, so that an ambiguous grammar can't hold up the loop for long; MaskBench's schemas need fewer than 200 and
+    2,000. A text: 100,000 states of its lexer, of 1 to 2 kB; those schemas need fewer than 5,000.
     """
     return LLParserLimits(step_max_items=10_000, max_lexer_states=100_000, verbose_errors=False)
 
 
 def estimated_bytes(grammar: str) -> int:
-    """What a compiled grammar holds: an upper estimate, within a factor of 5.
+    """What a compiled grammar holds, estimated from its text.
 
     From the growth of resident memory over 12 to 60 grammars in a fresh process: 16 bytes a character for enums of long
     texts, 5 kB for a property of an object, 160 to 190 kB for schemas of 5,000 characters.

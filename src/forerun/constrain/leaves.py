@@ -6,9 +6,9 @@ tightened where that only leaves out a few huge numbers, and refused elsewhere.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from fractions import Fraction
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ MAX_MULTIPLE: Final = 10_000
 _EXACT: Final = 2**53
 _HUGE: Final = 2.0**63
 _SMALL: Final = 1e-12
+_DIGITS: Final = 15
 _CONTROL: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
@@ -102,12 +103,12 @@ def strings(node: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[di
     return out, also
 
 
-def pattern(text: object, keyword: str, path: str, *, exact: bool = False) -> str:
-    """An expression of whole strings for a pattern (`exact`: see patterns.whole)."""
+def pattern(text: object, keyword: str, path: str, *, exact: bool = False, wide: bool = False) -> str:
+    """An expression of whole strings for a pattern (`exact`, `wide`: see patterns.whole)."""
     if not isinstance(text, str):
         fail(keyword, path, f"must be a regular expression, got {shown(text)}.")
     try:
-        return patterns.whole(text, exact=exact)
+        return patterns.whole(text, exact=exact, wide=wide)
     except patterns.PatternError as error:
         fail(keyword, path, f"is {shown(text)}, which can't be enforced: {error}.")
 
@@ -138,8 +139,12 @@ def check_constant(value: Any, keyword: str, path: str) -> None:
         whole = value == int(value)
         if whole and not _holds(value):
             fail(keyword, path, f"has the number {shown(value)}; constants are exact up to 2^53 only. Use a text.")
-        if not whole and abs(value) < _SMALL:
-            fail(keyword, path, f"has the number {shown(value)}, which is too small to be enforced exactly.")
+        if not whole and (abs(value) < _SMALL or _digits(value) > _DIGITS):
+            fail(
+                keyword,
+                path,
+                f"has the number {shown(value)}; fractions are exact up to {_DIGITS} digits, from 1e-12 on.",
+            )
 
 
 def check_types(value: object, path: str) -> list[str]:
@@ -159,30 +164,43 @@ def _bound(node: Mapping[str, Any], keyword: str, side: int, path: str, notes: l
     value = node[keyword]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         fail(keyword, path, f"must be a number, got {shown(value)}.")
-    if _holds(value):
+    short = _digits(value) <= _DIGITS or (value == int(value) and abs(value) <= _EXACT)
+    if short and _holds(value):
         return value if isinstance(value, int) or value != int(value) else int(value)
-    if value * side < 0:
-        fail(keyword, path, f"is {shown(value)}; bounds are exact up to 2^53 only.")
-    inner = _inside(int(value), side)
+    if value == int(value):
+        if value * side < 0:
+            fail(keyword, path, f"is {shown(value)}; bounds are exact up to 2^53 only.")
+        inner: int | float = _inside(int(value), side)
+    elif abs(value) < _SMALL:
+        fail(keyword, path, f"is {shown(value)}; bounds other than 0 start from 1e-12.")
+    else:
+        context = Context(prec=_DIGITS, rounding=ROUND_FLOOR if side > 0 else ROUND_CEILING)
+        inner = float(context.create_decimal(repr(value)))
     notes.append(f"{child(path, keyword)} is enforced as {inner}, the nearest bound that can be enforced exactly")
     return inner
 
 
 def _holds(value: int | float) -> bool:
-    """Whether llguidance compares with exactly this bound."""
+    """Whether a 64-bit float, and where that is whole a 64-bit integer, is exactly this number."""
     if isinstance(value, int):
         return abs(value) <= _EXACT or (abs(value) < _HUGE and int(float(value)) == value)
     return abs(value) < _HUGE and (value == 0 or abs(value) >= _SMALL)
 
 
+def _digits(value: int | float) -> int:
+    """The digits of a number as it is written, without the zeros around them."""
+    number = Decimal(value) if isinstance(value, int) or value == int(value) else Decimal(repr(value))
+    return len(number.normalize().as_tuple().digits)
+
+
 def _inside(value: int, side: int) -> int:
-    """The bound nearest to `value` that can be enforced and lets nothing pass that `value` refuses."""
-    if abs(value) >= _HUGE:
-        return side * int(math.nextafter(_HUGE, 0))
-    near = float(value)
-    if (int(near) - value) * side > 0:
-        near = math.nextafter(near, -side * math.inf)
-    return int(near)
+    """A bound near `value` that can be enforced and lets nothing pass that `value` refuses."""
+    magnitude = min(abs(value), int(_HUGE))
+    unit: int = 10 ** max(0, len(str(magnitude)) - _DIGITS)
+    inner = magnitude // unit * unit
+    while inner >= _HUGE or int(float(inner)) != inner:
+        inner -= unit
+    return side * inner
 
 
 def _multiple(value: Any, path: str) -> int | float:

@@ -248,10 +248,12 @@ class _Lowering:
             out["required"] = _required(node["required"], path)
             names.update(dict.fromkeys(out["required"]))
         if "patternProperties" in node:
+            further = node.get("additionalProperties", True)
+            anything = further is True or further == {}
             out["patternProperties"] = {}
             for key in node["patternProperties"]:
                 schema = self._child(place, inside, "patternProperties", key)
-                expression = leaves.pattern(key, "patternProperties", path, exact=True)
+                expression = leaves.pattern(key, "patternProperties", path, exact=further is not False, wide=anything)
                 if _adds(expression, names):
                     out["patternProperties"][leaves.anchored(expression)] = schema
                 else:

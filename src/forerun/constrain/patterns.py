@@ -37,6 +37,8 @@ _ECMA: Final = {
     "s": (_SPACE_BOTH + r"\x{feff}", _SPACE_BOTH + r"\x{feff}"),
 }
 
+_WIDE: Final = {name: (either, both) for name, (both, either) in _CAUTIOUS.items()}
+
 _CONTROL: Final = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0}
 
 
@@ -79,13 +81,13 @@ class _Atom:
 _Term = _Anchor | _Group | _Atom
 
 
-def whole(pattern: str, *, exact: bool = False) -> str:
+def whole(pattern: str, *, exact: bool = False, wide: bool = False) -> str:
     """The Rust expression of all strings in which an ECMA-262 expression finds something.
 
     It holds no anchors and no look-around, and stands for a whole string. Unless `exact`, strings are left out of which
-    Python's expressions would say otherwise because of a class. Raises PatternError.
+    Python's expressions would say otherwise because of a class; `wide` puts those in. Raises PatternError.
     """
-    parsed = _Parser(pattern, _ECMA if exact else _CAUTIOUS).parse()
+    parsed = _Parser(pattern, _WIDE if wide else _ECMA if exact else _CAUTIOUS).parse()
     alternatives = []
     for terms in _resolved(parsed):
         start = bool(terms) and isinstance(terms[0], _Anchor) and terms[0].start
@@ -232,7 +234,7 @@ class _Parser:
         elif character == "[":
             term = _Atom(self._class())
         elif character == ".":
-            term = _Atom(r"[^\x{a}\x{d}\x{2028}\x{2029}]")
+            term = _Atom(r"[^\x{a}]" if self._classes is _WIDE else r"[^\x{a}\x{d}\x{2028}\x{2029}]")
         elif character == "\\":
             term = _Atom(self._escape())
         elif character in "*+?":

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from forerun.constrain.compiler import Grammar
 
 
+_RUNS: Final = tuple(bytes([byte]) for byte in b"0123456789 \t\r\n")
+"""Ends of texts within which it matters to a tokenizer what came before the last token."""
+
+
 class DeadEndError(ConstraintError):
     """No token of the model continues the text."""
 
@@ -81,10 +85,12 @@ class GrammarState:
         """
         if self._fill(out):
             return
-        # What a matcher has seen counts towards its limits, drafts included: one without that past decides.
-        self._renew()
-        if not self._fill(out):
-            self._fail()
+        # The states of a lexer add up over all that a matcher has seen, drafts included: one without that past decides.
+        if "states" in reason(self._matcher):
+            self._renew()
+            if self._fill(out):
+                return
+        self._fail()
 
     def masks(self, tokens: Sequence[int], parents: Sequence[int], out: NDArray[np.uint32]) -> list[bool]:
         """Masks along every path of a draft tree into `out`, uint32[n + 1, W or more].
@@ -216,13 +222,15 @@ class GrammarState:
     def _settled(self) -> list[int]:
         """The tokens of the forced text that stay the same whatever follows, as the model writes them after its own.
 
-        llguidance looks at one token before the forced text. That isn't enough where a tokenizer counts, as those do
-        that write digits in threes.
+        llguidance looks at one token before the forced text. That isn't enough within a run that a tokenizer cuts by
+        its length or its end, as those do that write digits in threes.
         """
         vocabulary = self._vocabulary
         settled: list[int] = self._matcher.compute_ff_tokens()
+        if not settled or not self._tokens or not vocabulary.token_bytes[self._tokens[-1]].endswith(_RUNS):
+            return settled
         context = self._context()
-        if not settled or not context:
+        if not context:
             return settled
         known = b"".join(map(vocabulary.token_bytes.__getitem__, context))
         ids = vocabulary.backend.tokenize_bytes(known + self._matcher.compute_ff_bytes())
@@ -270,10 +278,15 @@ class GrammarState:
         if not 0 <= token < self._vocabulary.size:
             return False
         if self._matcher.try_consume_tokens([token]) != 1:
-            if self._matcher.is_error():
-                self._limit = reason(self._matcher)
-                self._renew()
-            return False
+            if not self._matcher.is_error():
+                return False
+            # As in `mask`: what the matcher saw before doesn't count, nor does an error that it met.
+            self._renew()
+            if self._matcher.try_consume_tokens([token]) != 1:
+                if self._matcher.is_error():
+                    self._limit = reason(self._matcher)
+                    self._renew()
+                return False
         place = self._places[-1]
         self._places.append(after(place, self._vocabulary.token_bytes[token]) if self._grammar.is_json else place)
         self._tokens.append(token)
@@ -298,10 +311,9 @@ class GrammarState:
         return 0 <= token < self._vocabulary.size and bool(int(row[token >> 5]) >> (token & 31) & 1)
 
     def _fail(self) -> NoReturn:
-        """Say why nothing is allowed; the state stays usable."""
+        """Say why nothing is allowed. What is asked of the matcher next renews it, if it must."""
         why = reason(self._matcher)
         dead = not self._matcher.is_error() or why == "NoExtensionBias"
-        self._renew()
         if dead:
             raise DeadEndError(
                 f"the constraint has no way on after {self.n_tokens} tokens: no token of this model continues the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import NamedTuple
 
@@ -27,17 +28,19 @@ class AwaitedGrammars:
         self._futures[live] = grammar
 
     def drop(self, live: LiveRequest) -> bool:
-        """The request doesn't wait any more; returns whether it did."""
-        return self._futures.pop(live, None) is not None
+        """The request doesn't wait any more, nor need its grammar be compiled for it; returns whether it did wait."""
+        grammar = self._futures.pop(live, None)
+        if grammar is None:
+            return False
+        grammar.cancel()
+        return True
 
-    def ready(self) -> list[Ready]:
-        """Takes out the requests that have waited long enough, in the order of their submission."""
-        if not self._futures:
-            return []
-        done = [Ready(live, future) for live, future in self._futures.items() if future.done()]
-        for entry in done:
-            del self._futures[entry.live]
-        return done
+    def ready(self) -> Iterator[Ready]:
+        """Takes out the requests that have waited long enough, one by one in the order of their submission."""
+        for live, grammar in tuple(self._futures.items()):
+            if grammar.done():
+                del self._futures[live]
+                yield Ready(live, grammar)
 
     @property
     def futures(self) -> list[Future[Grammar]]:

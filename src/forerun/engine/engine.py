@@ -486,8 +486,8 @@ class Engine:
 
 
 def _close(compiler: GrammarCompiler, masks: StepMasks) -> None:
-    compiler.close()
     masks.close()
+    compiler.close()
 
 
 def _seed(params: SamplingParams) -> int:

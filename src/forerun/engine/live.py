@@ -8,12 +8,13 @@ from forerun.constrain.compiler import Grammar
 from forerun.constrain.state import GrammarState
 from forerun.draft.base import DraftTree
 from forerun.engine.choose import Choice
+from forerun.engine.masks import grammar_failed
 from forerun.engine.output import Piece, RequestOutput, RequestStats, TokenLogprob, TokenOrigin
 from forerun.engine.pace import Decision
 from forerun.engine.request import FinishReason, Request
 from forerun.engine.tally import Tally
 from forerun.engine.text import TextStream
-from forerun.errors import ForerunError, InvalidRequestError
+from forerun.errors import ConstraintError, ForerunError, InvalidRequestError
 from forerun.models.tokenizer import Tokenizer
 from forerun.sample.bad_words import token_sequences
 from forerun.sample.edits import LogitEdits
@@ -128,7 +129,9 @@ class LiveRequest:
             if token in self._ends and n > params.min_tokens:
                 # The end token's own text is not part of the answer.
                 reason = "stop"
-            elif self._text.push(token, may_stop=n >= params.min_tokens) or self._completes(token):
+            elif self._text.push(token, may_stop=n >= params.min_tokens):
+                reason = "stop"
+            elif self._completes(token) and n >= params.min_tokens:
                 reason = "stop"
             elif kept >= room:
                 reason = "length"
@@ -151,10 +154,15 @@ class LiveRequest:
         if self.grammar is None:
             return False
         began = time.perf_counter()
-        self.grammar.advance((token,))
-        completes = self.grammar.complete and self.request.n_output + 1 >= self.params.min_tokens
-        self.grammar_seconds += time.perf_counter() - began
-        return completes
+        try:
+            self.grammar.advance((token,))
+            return self.grammar.complete
+        except (ConstraintError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # the library's panics are no Exceptions
+            raise grammar_failed(self.request.request_id, error) from error
+        finally:
+            self.grammar_seconds += time.perf_counter() - began
 
     def decided(self, decision: Decision | None) -> None:
         """Notes a choice of draft length, to be taken with the next piece."""

@@ -17,7 +17,7 @@ from forerun.engine.batch import StepBatch
 from forerun.engine.beams import LiveBeam
 from forerun.engine.choose import Choice, Chooser, Walk
 from forerun.engine.live import LiveRequest
-from forerun.engine.masks import StepMasks
+from forerun.engine.masks import StepMasks, grammar_failed
 from forerun.engine.request import FinishReason, RequestState, RowPlan, token_limit
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.speculate import Speculator
@@ -119,7 +119,8 @@ class Loop:
             self.step_seconds += time.perf_counter() - began
             self._stepping = False
             while self._doomed:
-                self.cancel(self._doomed.pop())
+                for live in tuple(self._doomed.pop().group):  # those that branched off since, too
+                    self.cancel(live)
 
     def submit(self, live: LiveRequest, grammar: Future[Grammar] | None) -> None:
         """Queues a request, or lets it wait for its grammar first.
@@ -143,12 +144,16 @@ class Loop:
             try:
                 live.constrain(grammar.result())
                 self.scheduler.add(live.request)
-            except ForerunError as error:
-                live.fail(error)
+            except BaseException as error:
+                known = isinstance(error, ForerunError)
+                live.fail(error if known else grammar_failed(live.request.request_id, error))
                 self.finish(live, "error", time.perf_counter())
+                if not isinstance(error, Exception):
+                    raise
 
     def _abandon(self) -> None:
         """Nothing that a broken step wrote is trusted: its requests wait, to be computed again."""
+        self.masks.finish()
         self.scheduler.abandon()
         for request in self.scheduler.waiting:
             self.batch.leave(request)
@@ -190,8 +195,8 @@ class Loop:
         best = self._argmax[:n_outputs]
         uncertain = [w for w in walks.values() if w.output < n_logits]
         loaded = time.perf_counter()
-        self.masks.begin(uncertain)
         try:
+            self.masks.begin(uncertain)
             logits = self.executor.forward(step, n_logits, best)
             forwarded = time.perf_counter()
         finally:
@@ -267,9 +272,13 @@ class Loop:
             name = f"{live.request.request_id}/{index}"
             while name in self.live:
                 name += "'"
-            twin = live.branch(self.scheduler.branch(live.request, name, live.params), index)
-            self.live[name] = twin
-            live.group.append(twin)
+            request = self.scheduler.branch(live.request, name, live.params)
+            try:
+                self.live[name] = twin = live.branch(request, index)
+                live.group.append(twin)
+            except BaseException:
+                self.scheduler.finish(request, "error")
+                raise
 
     def _count(self, row: RowPlan, live: LiveRequest, tree: DraftTree, choice: Choice | None, kept: int) -> None:
         """Counts a row, once nothing of it can fail any more: an interrupted step is done again and counts once."""

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 Masks = npt.NDArray[np.uint32]
 
 
+def grammar_failed(request_id: str, error: BaseException) -> ConstraintError:
+    """What a failure of the grammar library itself means to the request."""
+    failure = ConstraintError(
+        f"request {request_id!r}: its grammar failed ({type(error).__name__}: {error}); simplify the constraint"
+    )
+    failure.__cause__ = error
+    return failure
+
+
 class StepMasks:
     """Which tokens each node of a step's trees allows, as packed bits.
 
@@ -66,10 +75,11 @@ class StepMasks:
 
     def finish(self) -> None:
         """Waits until all masks are there. A walk whose grammar failed has an `error`."""
-        filling, self._filling = self._filling, None
+        filling = self._filling
         if filling is not None:
             began = time.perf_counter()
             filling.result()
+            self._filling = None  # where the wait was interrupted, it is still to be done
             self.seconds += time.perf_counter() - began
 
     def close(self) -> None:
@@ -87,10 +97,6 @@ class StepMasks:
             except ConstraintError as error:
                 walk.error = error
             except BaseException as error:  # the library's panics are no Exceptions; a thread gets no interrupts
-                walk.error = ConstraintError(
-                    f"request {live.request.request_id!r}: its grammar failed ({type(error).__name__}: {error}); "
-                    "simplify the constraint"
-                )
-                walk.error.__cause__ = error
+                walk.error = grammar_failed(live.request.request_id, error)
             if live.allowed is not None:
                 np.bitwise_and(words, live.allowed, out=words)

@@ -22,7 +22,7 @@ from forerun.engine.live import LiveRequest
 from forerun.engine.pace import Pace
 from forerun.engine.request import Request, RowPlan
 from forerun.engine.tally import StepSeconds
-from forerun.errors import ConstraintError, DraftError, DraftWarning
+from forerun.errors import DraftError, DraftWarning
 
 T = TypeVar("T")
 
@@ -56,7 +56,9 @@ def _grammatical(live: LiveRequest, draft: Callable[[GrammarState], DraftTree]) 
     began = time.perf_counter()
     try:
         return draft(live.grammar)
-    except ConstraintError:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # the library's panics are no Exceptions
         return NO_DRAFT  # the mask of the step itself will say so
     finally:
         live.grammar_seconds += time.perf_counter() - began

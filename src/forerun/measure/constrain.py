@@ -27,9 +27,6 @@ Arm = Literal["constrained", "repeated", "constrained_off", "repeated_off"]
 Check = Callable[[str, Mapping[str, Any]], bool]
 """Whether a text is JSON that a schema allows."""
 
-FORCED = "grammar"
-"""The name under which drafts of forced text are counted (forerun.engine.forced.GRAMMAR)."""
-
 ISOLATION = (
     "prefix cache off; one engine for constrained requests and one for the others, so that neither drafts from the "
     "other's texts nor learns from its acceptance; each may learn from its own earlier records"
@@ -74,7 +71,7 @@ class RecordResult:
         ratio: constrained_ms over repeated_ms.
         total_ratio: the same of the times from submission to the end.
         constrained_tokens_per_step, repeated_tokens_per_step: emitted tokens over rows that chose tokens.
-        forced: accepted draft tokens that the grammar had forced.
+        forced: tokens about which the grammar left no choice (forerun.constrain.state.GrammarState.forced).
         valid: whether the constrained text obeys the schema; None where it was cut off or nothing can check it.
         own_text, own_valid, own_valid_in_block: what the model wrote by itself, whether it is a valid answer as it is,
             and whether the first code block of it is one (None where nothing can check it).
@@ -106,8 +103,8 @@ class ConstrainRow:
     """One category. None stands for "no data".
 
     Attributes:
-        tokens: emitted in the constrained arm, and so in each of the four. forced_share: of them, those that the
-            grammar had forced and the target accepted.
+        tokens: emitted in the constrained arm, and so in each of the four. forced_share: of them, those about which the
+            grammar left no choice.
         constrained_ms, repeated_ms: milliseconds per emitted token after the first, over all tokens.
         ratio: the first over the second; ratio_median, ratio_mean, ratio_p90: of the records' own ratios.
         off_ratio: like `ratio`, with speculation off in both. gain: constrained with speculation off over constrained
@@ -217,10 +214,13 @@ def code_block(text: str) -> str:
     return found[1] if found else text
 
 
-def results_of(groups: Sequence[Group], own: Mapping[str, Run], check: Check | None) -> tuple[RecordResult, ...]:
-    """Each task of each group; `own` has the model's own texts by task id."""
+def results_of(
+    groups: Sequence[Group], own: Mapping[str, Run], forced: Callable[[Task, Sequence[int]], int], check: Check | None
+) -> tuple[RecordResult, ...]:
+    """Each task of each group; `own` has the model's own texts by task id, `forced` counts the tokens of a constrained
+    text about which its grammar left no choice."""
     return tuple(
-        _result(task, {arm: trial.runs[n] for arm, trial in group.trials.items()}, own.get(task.task_id), check)
+        _result(task, {arm: trial.runs[n] for arm, trial in group.trials.items()}, own.get(task.task_id), forced, check)
         for group in groups
         for n, task in enumerate(group.tasks)
     )
@@ -255,7 +255,13 @@ def rows_of(groups: Sequence[Group], results: Sequence[RecordResult]) -> tuple[C
 _CONSTRAINED: tuple[Arm, ...] = ("constrained", "constrained_off")
 
 
-def _result(task: Task, runs: Mapping[Arm, Run], own: Run | None, check: Check | None) -> RecordResult:
+def _result(
+    task: Task,
+    runs: Mapping[Arm, Run],
+    own: Run | None,
+    forced: Callable[[Task, Sequence[int]], int],
+    check: Check | None,
+) -> RecordResult:
     schema = task.schema
     if schema is None:
         raise ForerunError(f"the task {task.task_id!r} has no schema")
@@ -275,7 +281,7 @@ def _result(task: Task, runs: Mapping[Arm, Run], own: Run | None, check: Check |
         total_ratio=constrained.seconds / repeated.seconds,
         constrained_tokens_per_step=constrained.counts.emitted / constrained.counts.decisions,
         repeated_tokens_per_step=repeated.counts.emitted / repeated.counts.decisions,
-        forced=_forced(constrained),
+        forced=forced(task, constrained.token_ids),
         text=constrained.text,
         valid=check(constrained.text, schema) if judged and check is not None else None,
         own_text=None if own is None else own.text,
@@ -322,11 +328,6 @@ def _row(category: str, groups: Sequence[Group], results: Sequence[RecordResult]
         own_valid=sum(bool(result.own_valid) for result in own) if judged else None,
         own_valid_in_block=sum(bool(result.own_valid_in_block) for result in own) if judged else None,
     )
-
-
-def _forced(run: Run) -> int:
-    counts = run.counts.by_drafter.get(FORCED)
-    return 0 if counts is None else counts.accepted
 
 
 def _ms_per_token(runs: Sequence[Run]) -> float | None:
