@@ -63,7 +63,7 @@ def spread(cases: Sequence[Case], engine: Engine, n: int) -> list[Case]:
     engine._compiler.prepare().result()
     for case in cases:
         try:
-            engine.compile_constraint(JsonSchema(case.schema))
+            engine.prepare_constraints(JsonSchema(case.schema))
         except InvalidConstraintError:
             continue
         compiling.append(case)

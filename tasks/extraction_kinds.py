@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 SEED = "extraction 1"
+MAX_ITEMS = 6
 
 T = TypeVar("T")
 
@@ -75,8 +76,8 @@ def obj(**properties: Any) -> dict[str, Any]:
 
 
 def listed(items: Mapping[str, Any], **more: int) -> dict[str, Any]:
-    """An array."""
-    return {"type": "array", "items": dict(items), **more}
+    """An array; never a long one, so that no small model goes on listing for ever."""
+    return {"type": "array", "items": dict(items), **more, "maxItems": MAX_ITEMS}
 
 
 def enum(*values: str) -> dict[str, Any]:

@@ -355,3 +355,20 @@ def test_a_dead_end_is_no_end() -> None:
 def test_schemas_that_are_booleans() -> None:
     for schema in (True, "true", {}, "{}"):
         check(JsonSchema(schema), ["1", '{"a":[null]}'], ["", "{ }"])
+
+
+def test_numbers_with_more_digits_than_can_be_enforced() -> None:
+    with pytest.raises(InvalidConstraintError, match="exact up to 15 digits"):
+        JsonSchema({"const": 0.30000000000000004}).check()
+    constraint = JsonSchema({"type": "number", "exclusiveMaximum": 0.30000000000000004, "minimum": 0})
+    with pytest.warns(ConstraintWarning, match="enforced as 0.3"):
+        constraint.check()
+    assert not accepts(matcher_of(constraint.grammar()), "0.300000000000000023")
+
+
+def test_keys_that_engines_read_differently_obey_the_pattern() -> None:
+    check(
+        JsonSchema({"type": "object", "patternProperties": {"^.*$": {"type": "null"}}}),
+        ['{"a":null}', r'{"a\r":null}', r'{"a\n":1}'],
+        ['{"a":1}', r'{"a\r":1}'],
+    )

@@ -380,9 +380,9 @@ def test_forks_follow_the_same_grammar(model: Path) -> None:
 
 def test_compiling_ahead(model: Path) -> None:
     engine = engine_for(model, "none", 4)
-    engine.compile_constraint(CONSTRAINTS["schema"])
+    engine.prepare_constraints(CONSTRAINTS["schema"])
     with pytest.raises(InvalidConstraintError):
-        engine.compile_constraint(Choice([]))
+        engine.prepare_constraints(Choice([]))
     handle = engine.submit(PROMPT, SamplingParams(max_tokens=2, constraint=CONSTRAINTS["schema"]))
     assert handle.live.grammar is not None
 

@@ -171,6 +171,11 @@ def test_validity(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check('{"n": 1}', SCHEMA)
     for text in ("", "{", '{"n": "1"}', '{"n": 1, "m": 2}', '{"n": NaN}', "[" * 100_000, '{"n":1} x'):
         assert not check(text, SCHEMA)
+    assert check("2.28", {"multipleOf": 0.01})
+    assert not check("2.285", {"multipleOf": 0.01})
+    assert check("[1.0, 1e2]", {"items": {"type": "integer", "enum": [1, 100]}})
+    assert not check("1.5", {"type": "integer"})
+    assert check("1e999999999", {"type": "number", "minimum": 0.5})
     assert not check('"2031-13-01"', {"type": "string", "format": "date"})
     monkeypatch.setitem(sys.modules, "jsonschema", None)
     assert json_schema_check() is None

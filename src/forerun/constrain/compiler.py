@@ -141,9 +141,11 @@ class GrammarCompiler:
         """Check a constraint now and compile it in the background.
 
         Raises InvalidConstraintError for what can be seen at once; the future has it for what only compiling shows.
+        One that is in the cache isn't checked again, nor warned about.
         Cancelling a future concerns nobody else; a compile that nobody waits for any more doesn't begin.
         """
-        constraint.check()
+        if not self._work.knows(constraint.key):
+            constraint.check()
         return self._work.submit(constraint)
 
     def compile(self, constraint: Constraint) -> Grammar:
@@ -189,6 +191,11 @@ class _Work:
         self._stuck = 0
         self._closed = False
         self._compiled = self._failed = self._hits = self._joined = self._evicted = 0
+
+    def knows(self, key: str) -> bool:
+        """Whether a constraint was compiled or refused before, so that it needs no second look."""
+        with self._lock:
+            return key in self._cache or key in self._failures
 
     def submit(self, constraint: Constraint) -> Future[Grammar]:
         future: Future[Grammar] = Future()

@@ -163,11 +163,7 @@ class ToolCalls(Constraint):
     @cached_property
     def _schemas(self) -> dict[str, JsonSchema]:
         """The tools that may be called."""
-        return {
-            name: JsonSchema(schema)
-            for name, schema in self.functions.items()
-            if self.choice in (*CHOICES, name)
-        }
+        return {name: JsonSchema(schema) for name, schema in self.functions.items() if self.choice in (*CHOICES, name)}
 
 
 def parse_tool_calls(text: str, format: str = "qwen") -> list[ToolCall]:

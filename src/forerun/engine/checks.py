@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from forerun.errors import ConfigurationError, InvalidRequestError
 from forerun.models.checks import setting
 from forerun.ops import BLOCK
 from forerun.sample.params import SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.engine.live import LiveRequest
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]
@@ -24,6 +28,32 @@ def checked_params(params: object, vocab_size: int) -> SamplingParams:
         raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}")
     params.validate_against(vocab_size)
     return params
+
+
+def check_ends(params: SamplingParams, eos_ids: AbstractSet[int]) -> None:
+    """Raises `InvalidRequestError` if a token that isn't one of the model's ends would end a constrained text."""
+    others = set(params.stop_token_ids) - eos_ids
+    if params.constraint is not None and others:
+        raise InvalidRequestError(
+            f"stop_token_ids contains {min(others)}, which isn't an end token of the model: with a constraint it "
+            "could cut the text short of what the constraint demands; leave it out"
+        )
+
+
+def check_fork(parent: LiveRequest, params: SamplingParams) -> None:
+    """Raises `InvalidRequestError` unless a request can be forked with these parameters."""
+    name, given, had = parent.request.request_id, params.constraint, parent.params.constraint
+    if parent.request.finished:
+        raise InvalidRequestError(f"request {name!r} has ended; only a live request can be forked")
+    if params.logprobs is not None and parent.params.logprobs is None and parent.request.n_output:
+        raise InvalidRequestError(
+            f"the output of request {name!r} so far has no log-probabilities, so a fork can't have them; ask for "
+            "logprobs when the parent is submitted"
+        )
+    if given is not None and (had is None or given.key != had.key):
+        raise InvalidRequestError("a fork can't have a constraint that its parent doesn't have")
+    if had is not None and parent.grammar is None:
+        raise InvalidRequestError(f"request {name!r} still waits for its constraint to be compiled; fork it later")
 
 
 def checked_scope(scope: object) -> str | None:

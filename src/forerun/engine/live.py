@@ -129,9 +129,9 @@ class LiveRequest:
             if token in self._ends and n > params.min_tokens:
                 # The end token's own text is not part of the answer.
                 reason = "stop"
-            elif self._text.push(token, may_stop=n >= params.min_tokens):
-                reason = "stop"
-            elif self._completes(token) and n >= params.min_tokens:
+            elif self._text.push(token, may_stop=n >= params.min_tokens) or (
+                self._completes(token) and n >= params.min_tokens
+            ):
                 reason = "stop"
             elif kept >= room:
                 reason = "length"

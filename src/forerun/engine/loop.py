@@ -145,18 +145,19 @@ class Loop:
                 live.constrain(grammar.result())
                 self.scheduler.add(live.request)
             except BaseException as error:
-                known = isinstance(error, ForerunError)
-                live.fail(error if known else grammar_failed(live.request.request_id, error))
+                live.fail(error if isinstance(error, ForerunError) else grammar_failed(live.request.request_id, error))
                 self.finish(live, "error", time.perf_counter())
                 if not isinstance(error, Exception):
                     raise
 
     def _abandon(self) -> None:
         """Nothing that a broken step wrote is trusted: its requests wait, to be computed again."""
-        self.masks.finish()
-        self.scheduler.abandon()
-        for request in self.scheduler.waiting:
-            self.batch.leave(request)
+        try:
+            self.masks.finish()
+        finally:
+            self.scheduler.abandon()
+            for request in self.scheduler.waiting:
+                self.batch.leave(request)
 
     def _step(self, began: float) -> None:
         speculator, scheduler = self.speculator, self.scheduler
@@ -262,7 +263,7 @@ class Loop:
                     f"request {live.request.request_id!r}: {type(error).__name__} while its text was taken in; submit "
                     "it again"
                 ))  # fmt: skip
-                self.finish(live, "error", now)
+            self.finish(live, "error", now)
             raise
 
     def _branch(self, live: LiveRequest) -> None:
@@ -272,12 +273,14 @@ class Loop:
             name = f"{live.request.request_id}/{index}"
             while name in self.live:
                 name += "'"
-            request = self.scheduler.branch(live.request, name, live.params)
             try:
-                self.live[name] = twin = live.branch(request, index)
+                self.live[name] = twin = live.branch(self.scheduler.branch(live.request, name, live.params), index)
                 live.group.append(twin)
             except BaseException:
-                self.scheduler.finish(request, "error")
+                stray = self.scheduler.get(name)
+                if stray is not None:
+                    self.scheduler.finish(stray, "error")
+                self.live.pop(name, None)
                 raise
 
     def _count(self, row: RowPlan, live: LiveRequest, tree: DraftTree, choice: Choice | None, kept: int) -> None:
@@ -303,12 +306,12 @@ class Loop:
         """Ends a request and frees what it holds."""
         if self.scheduler.get(live.request.request_id) is live.request:
             self.scheduler.finish(live.request, reason)
-        else:
+        elif not live.request.finished:
             self.awaited.drop(live)
             live.request.state = RequestState.FINISHED
             live.request.finish_reason = reason
-        self.batch.leave(live.request)
         self.live.pop(live.request.request_id, None)
+        self.batch.leave(live.request)
         live.ended(now)
         if self.speculator:
             self.speculator.free(live)

@@ -78,9 +78,12 @@ class StepMasks:
         filling = self._filling
         if filling is not None:
             began = time.perf_counter()
-            filling.result()
-            self._filling = None  # where the wait was interrupted, it is still to be done
-            self.seconds += time.perf_counter() - began
+            try:
+                filling.result()
+            finally:
+                if filling.done():  # else the wait was interrupted, and is to be done again
+                    self._filling = None
+                self.seconds += time.perf_counter() - began
 
     def close(self) -> None:
         """Ends the thread."""

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from importlib import import_module
 from statistics import mean, median
 from typing import Any, Literal, NamedTuple
@@ -26,6 +27,9 @@ Arm = Literal["constrained", "repeated", "constrained_off", "repeated_off"]
 
 Check = Callable[[str, Mapping[str, Any]], bool]
 """Whether a text is JSON that a schema allows."""
+
+_LONGEST = 400
+"""Digits of the longest whole number with an exponent that is compared as an integer."""
 
 ISOLATION = (
     "prefix cache off; one engine for constrained requests and one for the others, so that neither drafts from the "
@@ -191,7 +195,10 @@ def measure_group(tasks: Sequence[Task], turn: int, trial: Callable[[Sequence[Ta
 
 
 def json_schema_check() -> Check | None:
-    """A check by the package jsonschema; None where it isn't installed."""
+    """A check by the package jsonschema; None where it isn't installed.
+
+    Numbers are compared as the decimals that are written: as binary floats, 2.28 would be no multiple of 0.01.
+    """
     try:
         module: Any = import_module("jsonschema")
     except ImportError:
@@ -199,11 +206,12 @@ def json_schema_check() -> Check | None:
 
     def valid(text: str, schema: Mapping[str, Any]) -> bool:
         try:
-            value = json.loads(text, parse_constant=_refuse)
+            value = _exact(text)
         except (ValueError, RecursionError):
             return False
-        checker = module.validators.validator_for(schema, default=module.Draft202012Validator)
-        return bool(checker(schema, format_checker=checker.FORMAT_CHECKER).is_valid(value))
+        exact = _exact(json.dumps(schema))
+        checker = module.validators.validator_for(exact, default=module.Draft202012Validator)
+        return bool(checker(exact, format_checker=checker.FORMAT_CHECKER).is_valid(value))
 
     return valid
 
@@ -338,6 +346,17 @@ def _ms_per_token(runs: Sequence[Run]) -> float | None:
 
 def _over(one: float | None, other: float | None) -> float | None:
     return None if one is None or not other else one / other
+
+
+def _exact(text: str) -> Any:
+    """A JSON text with its numbers as integers and decimals."""
+    return json.loads(text, parse_float=_number, parse_constant=_refuse)
+
+
+def _number(text: str) -> int | Decimal:
+    number = Decimal(text)
+    whole = abs(number.adjusted()) < _LONGEST and number == number.to_integral_value()
+    return int(number) if whole else number
 
 
 def _refuse(constant: str) -> None:
