@@ -137,6 +137,42 @@ def test_a_drawn_tree_stays_whole(compiler: GrammarCompiler) -> None:
     assert cut_to_grammar(grammar, drawn) is drawn
 
 
+def test_the_end_of_forced_text_is_guessed_where_it_may_merge(compiler: GrammarCompiler) -> None:
+    """ " and" is a token; whether it stays one depends on what follows."""
+    grammar = compiler.compile(Regex("x and[a-z]+")).start()
+    tokens, settled = grammar.forced_text(9)
+    text = b"".join(compiler.tokenizer.token_bytes(token) for token in tokens)
+    assert text == b"x and"
+    assert grammar.forced(9) == tokens[:settled]
+    assert settled < len(tokens)
+    draft = forced_draft(grammar, 9)
+    assert list(draft.tokens) == tokens
+    assert list(draft.confidence) == [0.99] * settled + [0.9] * (len(tokens) - settled)
+    assert list(forced_draft(grammar, 1).tokens) == tokens[:1]
+    # A lone byte at the end is not worth a guess.
+    assert compiler.compile(Regex(r"x\([)a-z]+")).start().forced_text(9).tokens == list(b"x")
+
+
+@given(first=st.text("and xe()", max_size=6), choices=st.lists(st.text("and xe()", max_size=6), min_size=1, max_size=3))
+@settings(max_examples=80, deadline=None)
+def test_forced_text_is_the_models_own_and_within_what_is_forced(
+    compiler: GrammarCompiler, first: str, choices: list[str]
+) -> None:
+    texts = sorted({first + choice for choice in choices} - {""})
+    if not texts:
+        return
+    grammar = compiler.compile(Choice(texts)).start()
+    tokens, settled = grammar.forced_text(30)
+    tokenizer = compiler.tokenizer
+    written = b"".join(map(tokenizer.token_bytes, tokens)).decode()
+    assert all(text.startswith(written) for text in texts)
+    assert tokens[:settled] == grammar.forced(30)
+    assert tokens == tokenizer.encode_plain(written)
+    assert all(grammar.reachable(tokens, range(-1, len(tokens) - 1)))
+    for text in texts:
+        assert tokenizer.encode_plain(text)[:settled] == tokens[:settled]
+
+
 def test_forced_text_is_a_chain_of_at_most_the_budget(compiler: GrammarCompiler) -> None:
     grammar = compiler.compile(Choice(["abcdefgh"])).start()
     assert len(forced_draft(grammar, 3)) == 3

@@ -7,7 +7,9 @@ lowest priority that the system has, so that they take what decoding leaves.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from forerun.constrain.spec import Constraint
     from forerun.models.tokenizer import Tokenizer
 
+LARGE: Final = 32_768
+"""Characters beyond which a constraint is checked in the background, too, and not while it is submitted."""
+
 MAX_STUCK: Final = 4
 """Compiles past their time that may still be running; while there are as many, nothing new is compiled."""
 
@@ -37,6 +42,12 @@ MAX_FAILURES: Final = 100
 TRIAL_TOKENS: Final = 6
 MAX_FORCED: Final = 1_000
 """Tokens, or runs of so many forced ones, that are read to find out whether a grammar is within its limits."""
+
+_PATIENCE: Final = 6.0
+"""Times `timeout_seconds` by the clock, for a compile that gets little of the processor."""
+
+_SWITCH_SECONDS: Final = 0.0005
+"""How long Python code of a compile may keep the interpreter from another thread that wants it; usual are 5 ms."""
 
 _CLOSE_SECONDS: Final = 1.0
 """How long a compile that runs may go on when its compiler is closed, or the interpreter ends."""
@@ -113,6 +124,8 @@ class _Job:
         self.constraint = constraint
         self.futures: list[Future[Grammar]] = []
         self.late = False
+        self.clock: int | None = None
+        """The processor time of its thread, where the system has such a clock."""
 
     def wanted(self) -> bool:
         return any(not future.cancelled() for future in self.futures)
@@ -121,8 +134,9 @@ class _Job:
 class GrammarCompiler:
     """Turns constraints into grammars for one tokenizer; safe to share among threads.
 
-    Threads exist only while there is something to compile. A grammar that isn't there `timeout_seconds` after its
-    compile began is refused; the compile can't be stopped, but those behind it don't wait, and what it yields is kept.
+    Threads exist only while there is something to compile. A grammar that takes more than `timeout_seconds` of
+    processor time (or six times as long by the clock) is refused; the compile can't be stopped, but those behind it
+    don't wait, and what it yields is kept.
     Grammars are kept by content up to `memory_bytes`, the least recently used go first.
     """
 
@@ -140,11 +154,12 @@ class GrammarCompiler:
     def submit(self, constraint: Constraint) -> Future[Grammar]:
         """Check a constraint now and compile it in the background.
 
-        Raises InvalidConstraintError for what can be seen at once; the future has it for what only compiling shows.
-        One that is in the cache isn't checked again, nor warned about.
+        Raises InvalidConstraintError for what can be seen at once; the future has it for what only compiling shows, and
+        for all that is wrong with a constraint of more than `LARGE` characters. One that is in the cache isn't checked
+        again, nor warned about.
         Cancelling a future concerns nobody else; a compile that nobody waits for any more doesn't begin.
         """
-        if not self._work.knows(constraint.key):
+        if len(constraint.content) <= LARGE and not self._work.knows(constraint.key):
             constraint.check()
         return self._work.submit(constraint)
 
@@ -232,7 +247,6 @@ class _Work:
         future: Future[None] = Future()
 
         def build() -> None:
-            _yield_to_others()
             future.set_running_or_notify_cancel()
             try:
                 self._shared()
@@ -291,6 +305,12 @@ class _Work:
                     del self._jobs[job.constraint.key]
                     continue
                 crowded = self._stuck >= MAX_STUCK
+            try:
+                self._shared()  # neither at low priority nor within the constraint's own time
+            except Exception as error:
+                self._finish(job, error)
+                continue
+            with self._lock:
                 thread = threading.Thread(target=self._run, args=(job,), name="forerun-grammar", daemon=True)
                 if not crowded:
                     self._running.append(thread)
@@ -303,18 +323,26 @@ class _Work:
                 )
                 continue
             thread.start()
-            thread.join(self._timeout_seconds)
-            if thread.is_alive():
+            if not _ends_within(thread, job, self._timeout_seconds):
                 self._give_up(job)
 
     def _run(self, job: _Job) -> None:
         """The thread of one compile."""
         _yield_to_others()
+        if hasattr(time, "pthread_getcpuclockid"):
+            job.clock = time.pthread_getcpuclockid(threading.get_ident())
         outcome: Grammar | Exception
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(interval, _SWITCH_SECONDS))
         try:
+            if len(job.constraint.content) > LARGE:
+                job.constraint.check()
             outcome = self._compile(job.constraint)
         except Exception as error:
             outcome = error
+        finally:
+            if interval > _SWITCH_SECONDS:
+                sys.setswitchinterval(interval)
         self._finish(job, outcome)
 
     def _give_up(self, job: _Job) -> None:
@@ -393,6 +421,21 @@ class _Work:
             f"the constraint took more than {self._timeout_seconds:g} s to compile: make it smaller, or give the "
             "compiler more time."
         )
+
+
+def _ends_within(thread: threading.Thread, job: _Job, seconds: float) -> bool:
+    """Waits for a job's thread; False once it has used so much processor time, or waited for it for too long."""
+    began = time.monotonic()
+    while True:
+        thread.join(min(seconds, 0.05))
+        if not thread.is_alive():
+            return True
+        used = time.monotonic() - began
+        if job.clock is not None and used < _PATIENCE * seconds:
+            with contextlib.suppress(OSError):  # it has just ended
+                used = time.clock_gettime(job.clock)
+        if used >= seconds:
+            return False
 
 
 def _again(error: InvalidConstraintError) -> InvalidConstraintError:

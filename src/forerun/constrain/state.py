@@ -10,7 +10,7 @@ the same tokens. https://github.com/guidance-ai/llguidance
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 import numpy as np
 from llguidance import LLMatcher
@@ -34,6 +34,13 @@ class DeadEndError(ConstraintError):
 MIN_CONTEXT: Final = 4
 MAX_CONTEXT: Final = 32
 """Tokens before a forced text that are looked at to write it as the model would; beyond the least within a number."""
+
+
+class ForcedText(NamedTuple):
+    """Tokens of text that must come next; the first `settled` of them stay the same whatever follows."""
+
+    tokens: list[int]
+    settled: int
 
 
 class GrammarState:
@@ -152,6 +159,26 @@ class GrammarState:
         if limit <= 0 or self._ended:
             return []
         return self._settled()[:limit]
+
+    def forced_text(self, limit: int) -> ForcedText:
+        """At most `limit` tokens of all the text that must come next, as the model would write it on its own.
+
+        Those behind the settled ones are a guess: the last may merge with what follows the forced text. A last token of
+        one byte, such as a quotation mark, mostly does and is left out.
+        """
+        settled = self.forced(limit)
+        rest = b"" if self._ended or len(settled) >= limit else self._matcher.compute_ff_bytes()
+        vocabulary = self._vocabulary
+        rest = rest[sum(len(vocabulary.token_bytes[token]) for token in settled) :]
+        if not rest:
+            return ForcedText(settled, len(settled))
+        context = [*self._context(), *settled]
+        known = b"".join(map(vocabulary.token_bytes.__getitem__, context))
+        ids = vocabulary.backend.tokenize_bytes(known + rest)
+        guess = ids[len(context) :] if ids[: len(context)] == context else vocabulary.backend.tokenize_bytes(rest)
+        if len(vocabulary.token_bytes[guess[-1]]) == 1:
+            guess.pop()
+        return ForcedText([*settled, *guess][:limit], len(settled))
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Consume tokens that were committed, and return how many.

@@ -369,14 +369,7 @@ class Engine:
             check_fork(parent, params)
             check_ends(params, self.tokenizer.eos_ids)
             seed = parent.seed if twin else _seed(params)
-            request = self.scheduler.fork(parent.request, self._unused_id(), params)
-            try:
-                self._loop.live[request.request_id] = live = parent.fork(request, params, seed)
-            except BaseException:
-                self.scheduler.finish(request, "error")
-                raise
-            if self.speculator:
-                self.speculator.fork(parent, live)
+            live = self._loop.fork(parent, self._unused_id(), params, seed)
         return RequestHandle(self._loop, live)
 
     def score(self, token_ids: Sequence[int], top: int = 64) -> Scores:

@@ -10,7 +10,8 @@ from forerun.draft.base import NO_DRAFT, DraftTree
 GRAMMAR: Final = "grammar"
 """Names the drafts of forced text, as a drafter's name does."""
 
-_CONFIDENCE: Final = 0.99  # the model may still spell the same text with other tokens
+_SETTLED, _GUESSED = 0.99, 0.9
+"""Confidence in tokens whose text is forced: those that stay the same whatever follows, and the others."""
 
 
 def forced_draft(grammar: GrammarState, budget: int) -> DraftTree:
@@ -18,9 +19,11 @@ def forced_draft(grammar: GrammarState, budget: int) -> DraftTree:
 
     It is verified like any draft: where the model would spell the text with other tokens, it does.
     """
-    tokens = grammar.forced(budget)
-    n = len(tokens)
-    return DraftTree.chain(tokens, (_CONFIDENCE,) * n, drafter=GRAMMAR) if n else NO_DRAFT
+    tokens, settled = grammar.forced_text(budget)
+    if not tokens:
+        return NO_DRAFT
+    confidence = [_SETTLED] * settled + [_GUESSED] * (len(tokens) - settled)
+    return DraftTree.chain(tokens, confidence, drafter=GRAMMAR)
 
 
 def joined(forced: DraftTree, tree: DraftTree) -> DraftTree:

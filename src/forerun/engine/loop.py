@@ -24,6 +24,7 @@ from forerun.engine.speculate import Speculator
 from forerun.engine.tally import StepSeconds, Tally
 from forerun.errors import ConstraintError, ForerunError
 from forerun.models.executor import Executor
+from forerun.sample.params import SamplingParams
 
 _GRAMMAR_WAIT = 0.05  # seconds
 
@@ -127,6 +128,14 @@ class Loop:
 
         What it can't be served for is raised now, even where it isn't scheduled yet.
         """
+        try:
+            with _Uninterrupted():
+                self._queue(live, grammar)
+        except BaseException:
+            self.cancel(live)  # nobody gets to know of it
+            raise
+
+    def _queue(self, live: LiveRequest, grammar: Future[Grammar] | None) -> None:
         if grammar is not None:
             token_limit(live.request, self.scheduler.max_model_len, self.scheduler.pool.capacity_tokens)
             if grammar.done():
@@ -137,6 +146,27 @@ class Loop:
         else:
             self.awaited.add(live, grammar)
         self.live[live.request.request_id] = live
+
+    def fork(self, parent: LiveRequest, name: str, params: SamplingParams, seed: int) -> LiveRequest:
+        """A request that goes on from another's tokens. Raises what `Scheduler.fork` raises."""
+        try:
+            with _Uninterrupted():
+                child = parent.fork(self.scheduler.fork(parent.request, name, params), params, seed)
+                self.live[name] = child
+                if self.speculator:
+                    self.speculator.fork(parent, child)
+        except BaseException:
+            self._disown(name)
+            raise
+        return child
+
+    def _disown(self, name: str) -> None:
+        """Ends a request whose beginning failed half-way."""
+        live, request = self.live.get(name), self.scheduler.get(name)
+        if live is not None:
+            self.cancel(live)
+        elif request is not None:
+            self.scheduler.finish(request, "cancelled")
 
     def _admit(self) -> None:
         """Queues the requests whose grammars have become ready."""
@@ -274,13 +304,11 @@ class Loop:
             while name in self.live:
                 name += "'"
             try:
-                self.live[name] = twin = live.branch(self.scheduler.branch(live.request, name, live.params), index)
+                twin = live.branch(self.scheduler.branch(live.request, name, live.params), index)
+                self.live[name] = twin
                 live.group.append(twin)
             except BaseException:
-                stray = self.scheduler.get(name)
-                if stray is not None:
-                    self.scheduler.finish(stray, "error")
-                self.live.pop(name, None)
+                self._disown(name)
                 raise
 
     def _count(self, row: RowPlan, live: LiveRequest, tree: DraftTree, choice: Choice | None, kept: int) -> None:
@@ -310,7 +338,8 @@ class Loop:
             self.awaited.drop(live)
             live.request.state = RequestState.FINISHED
             live.request.finish_reason = reason
-        self.live.pop(live.request.request_id, None)
+        if self.live.get(live.request.request_id) is live:
+            del self.live[live.request.request_id]
         self.batch.leave(live.request)
         live.ended(now)
         if self.speculator:
@@ -318,7 +347,7 @@ class Loop:
 
     def cancel(self, live: LiveRequest) -> None:
         """Ends a request that nobody waits for; within a step, right after it."""
-        with self.lock:
+        with self.lock, _Uninterrupted():
             if live.request.finished:
                 return
             if self._stepping:
