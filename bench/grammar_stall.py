@@ -4,11 +4,10 @@
     python bench/grammar_stall.py -m qwen2.5-coder-1.5b-instruct
 
 One thread drives an engine with --requests running requests, without drafts, so that every step gives each of them one
-token. In turns, --seconds at a time, another thread leaves the engine alone, or submits requests with schemas of
---values enum values and --bytes bytes, one after the other and each with other content, so that no cache helps. Times
-between two tokens of a request count as "compiling" if they overlap the time from such a submission to the schema's
-grammar being ready, and as "quiet" if they lie in a quiet turn. The exit code is 1 if the 99th percentile rises by more
-than 20%.
+token. In turns, --seconds at a time, another thread leaves the engine alone, or has it compile schemas of --values enum
+values and --bytes bytes, one after the other and each with other content, so that no cache helps. Times between two
+tokens of a request count as "compiling" if they overlap the time from a schema being handed over to its grammar being
+ready, and as "quiet" if they lie in a quiet turn. The exit code is 1 if the 99th percentile rises by more than 20%.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ PROMPT_TOKENS = 32
 MAX_TOKENS = 2048
 MOST = 1.2
 SETTLE = 0.2
-"""Seconds at the beginning of a quiet turn that don't count: the last constrained request may still run."""
+"""Seconds at the beginning of a quiet turn that don't count."""
 
 
 class Gap(NamedTuple):
@@ -148,8 +147,7 @@ class Report:
     """What was found.
 
     Attributes:
-        compile_s_p50, compile_s_max: from a submission to its grammar being ready.
-        submit_s_max: of it, within `submit`, where the schema is checked.
+        compile_s_p50, compile_s_max: from a schema's submission to its grammar being ready.
         ratio_p50, ratio_p99: compiling over quiet.
     """
 
@@ -162,26 +160,17 @@ class Report:
     compiles: int
     compile_s_p50: float
     compile_s_max: float
-    submit_s_max: float
     quiet: Figures
     compiling: Figures
     ratio_p50: float
     ratio_p99: float
 
 
-def compile_once(engine: Engine, schema: dict[str, Any], prompt: Sequence[int]) -> tuple[Window, float]:
-    """Submits a request with a schema; returns from when to when its grammar was being made, and seconds in submit."""
+def compile_once(engine: Engine, schema: dict[str, Any]) -> Window:
+    """Has a schema compiled; returns from when to when."""
     began = time.perf_counter()
-    handle = engine.submit(prompt, SamplingParams(max_tokens=1, constraint=JsonSchema(schema)), speculate=False)
-    submitted = time.perf_counter()
-    while handle.live.grammar is None and not handle.finished:
-        time.sleep(0.001)
-    ready = time.perf_counter()
-    if handle.finished and handle.live.grammar is None:
-        handle.result()
-    while not handle.finished:
-        time.sleep(0.001)
-    return Window(began, ready), submitted - began
+    engine.prepare_constraints(JsonSchema(schema))
+    return Window(began, time.perf_counter())
 
 
 def in_windows(gaps: Sequence[Gap], windows: Sequence[Window], *, whole: bool) -> list[float]:
@@ -205,16 +194,12 @@ def measure(engine: Engine, arguments: argparse.Namespace, setup: Setup) -> Repo
     date = datetime.now(UTC).isoformat(timespec="seconds")
     schemas = Schemas(arguments.values, arguments.bytes)
     n_bytes = len(json.dumps(schemas.next()))
-    prompt = engine.tokenizer.encode("A record:")
-    # The first constraint of all would wait for the vocabulary.
-    engine._compiler.prepare().result()
+    engine.prepare_constraints()
     driver = Driver(engine, arguments.requests)
     quiet: list[Window] = []
     compiling: list[Window] = []
-    submits: list[float] = []
     driver.start()
     try:
-        compile_once(engine, {"type": "boolean"}, prompt)
         for turn in range(2 * arguments.rounds):
             until = time.perf_counter() + arguments.seconds
             if turn % 2 == 0:
@@ -223,9 +208,7 @@ def measure(engine: Engine, arguments: argparse.Namespace, setup: Setup) -> Repo
                 quiet.append(Window(began, time.perf_counter()))
                 continue
             while time.perf_counter() < until and driver.is_alive():
-                window, submitting = compile_once(engine, schemas.next(), prompt)
-                compiling.append(window)
-                submits.append(submitting)
+                compiling.append(compile_once(engine, schemas.next()))
     finally:
         driver.stop()
     without = Figures.of(in_windows(driver.gaps, quiet, whole=True))
@@ -241,7 +224,6 @@ def measure(engine: Engine, arguments: argparse.Namespace, setup: Setup) -> Repo
         compiles=len(compiling),
         compile_s_p50=quantile(took, 0.5),
         compile_s_max=max(took),
-        submit_s_max=max(submits),
         quiet=without,
         compiling=during,
         ratio_p50=during.p50_ms / without.p50_ms,
@@ -258,7 +240,7 @@ def show(report: Report) -> None:
     print(
         f"{report.requests} requests; {report.compiles} schemas of {report.schema_bytes} bytes with "
         f"{report.enum_values} enum values: {report.compile_s_p50:.2f} s each (median; at most "
-        f"{report.compile_s_max:.2f} s, {report.submit_s_max:.2f} s of it in submit)"
+        f"{report.compile_s_max:.2f} s)"
     )
     print(f"{'ms between tokens':>18s} {'count':>8s} {'p50':>9s} {'p99':>9s} {'max':>9s}")
     for name, figures in (("quiet", report.quiet), ("compiling", report.compiling)):
@@ -283,7 +265,7 @@ def main() -> None:
     try:
         path = resolve(arguments.model)
         room = arguments.requests * (MAX_TOKENS + 2 * PROMPT_TOKENS) + 256
-        engine = Engine(path, kv_tokens=room, max_rows=arguments.requests + 1, draft="none", prefix_cache=False)
+        engine = Engine(path, kv_tokens=room, max_rows=arguments.requests, draft="none", prefix_cache=False)
         setup = setup_of(engine, arguments.model, path, [])
         setup = dataclasses.replace(setup, command=shlex.join(["python", "bench/grammar_stall.py", *sys.argv[1:]]))
         report = measure(engine, arguments, setup)

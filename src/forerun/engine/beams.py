@@ -306,8 +306,7 @@ class BeamSearch:
     def cancel(self, loop: Loop) -> None:
         """Ends the search, if it isn't over."""
         with loop.lock:
-            for beam in tuple(self.beams):
-                loop.cancel(beam)
+            loop.cancel(*self.beams)
 
     def _sequence(self, ending: Ending) -> BeamSequence:
         candidate = ending.candidate

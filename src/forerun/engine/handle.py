@@ -72,5 +72,4 @@ class RequestHandle:
     def cancel(self) -> None:
         """Ends the request now and frees its memory; other requests are not touched. A finished one stays as it is."""
         with self._loop.lock:
-            for live in tuple(self._live.group):
-                self._loop.cancel(live)
+            self._loop.cancel(*self._live.group)

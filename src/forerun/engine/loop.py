@@ -120,8 +120,7 @@ class Loop:
             self.step_seconds += time.perf_counter() - began
             self._stepping = False
             while self._doomed:
-                for live in tuple(self._doomed.pop().group):  # those that branched off since, too
-                    self.cancel(live)
+                self.cancel(*self._doomed.pop().group)  # those that branched off since, too
 
     def submit(self, live: LiveRequest, grammar: Future[Grammar] | None) -> None:
         """Queues a request, or lets it wait for its grammar first.
@@ -345,13 +344,14 @@ class Loop:
         if self.speculator:
             self.speculator.free(live)
 
-    def cancel(self, live: LiveRequest) -> None:
-        """Ends a request that nobody waits for; within a step, right after it."""
+    def cancel(self, *lives: LiveRequest) -> None:
+        """Ends requests that nobody waits for; within a step, right after it."""
         with self.lock, _Uninterrupted():
-            if live.request.finished:
-                return
-            if self._stepping:
-                # A generator that is collected, or a signal's handler, within this very thread's step.
-                self._doomed.append(live)
-            else:
-                self.finish(live, "cancelled", time.perf_counter())
+            for live in lives:
+                if live.request.finished:
+                    continue
+                if self._stepping:
+                    # A generator that is collected, or a signal's handler, within this very thread's step.
+                    self._doomed.append(live)
+                else:
+                    self.finish(live, "cancelled", time.perf_counter())
