@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from forerun.constrain import Choice, Json, JsonSchema, Lark, Regex, ToolCall, ToolCalls, parse_tool_calls
     from forerun.engine.beam_output import BeamOutput, BeamSequence
     from forerun.engine.engine import Engine, Scores
     from forerun.engine.handle import RequestHandle
@@ -20,17 +21,25 @@ __version__ = "0.1.0"
 __all__ = [
     "BeamOutput",
     "BeamSequence",
+    "Choice",
     "Engine",
     "EngineStats",
     "ForerunError",
+    "Json",
+    "JsonSchema",
+    "Lark",
     "Piece",
+    "Regex",
     "RequestHandle",
     "RequestOutput",
     "RequestStats",
     "SamplingParams",
     "Scores",
     "TokenLogprob",
+    "ToolCall",
+    "ToolCalls",
     "__version__",
+    "parse_tool_calls",
 ]
 
 
@@ -40,6 +49,16 @@ if not TYPE_CHECKING:
         if name not in __all__:
             raise AttributeError(f"module 'forerun' has no attribute {name!r}")
         homes = {
+            "constrain": (
+                "Choice",
+                "Json",
+                "JsonSchema",
+                "Lark",
+                "Regex",
+                "ToolCall",
+                "ToolCalls",
+                "parse_tool_calls",
+            ),
             "errors": ("ForerunError",),
             "sample.params": ("SamplingParams",),
             "engine.output": ("EngineStats", "Piece", "RequestOutput", "RequestStats", "TokenLogprob"),

@@ -74,6 +74,7 @@ def test_any_json_is_json_or_cut_short(model: str, capsys: pytest.CaptureFixture
             json.loads(text)
         else:
             assert "finish: length" in notes
+            assert "cut short" in notes
 
 
 def test_forced_text_shows_as_accepted_drafts(model: str, capsys: pytest.CaptureFixture[str], schema_file: str) -> None:
@@ -112,6 +113,7 @@ def test_a_schema_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         assert dispatch(["run", "-m", "no-such-model", "hello", "--json-schema", str(path)]) != 0
         shown = " ".join(capsys.readouterr().err.split())
         assert message in shown
+        assert "schema.json" in shown
         assert "no-such-model" not in shown
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from forerun.constrain.compiler import MAX_STUCK, Grammar, GrammarCompiler, estimated_bytes
+from forerun.constrain.compiler import LARGE, MAX_STUCK, Grammar, GrammarCompiler, estimated_bytes
 from forerun.errors import ConfigurationError, InvalidConstraintError
 from reference.grammars import Written, mask_of, rich_tokenizer
 
@@ -355,3 +355,74 @@ def test_a_future_waits_for_its_own_grammar_only(make: Callable[..., GrammarComp
         future.result(0.05)
     slow.go.set()
     assert future.result(30)
+
+
+@dataclass(frozen=True, eq=False)
+class Checked(Written):
+    """Counts its checks, and by which threads; wrong if it says so."""
+
+    checked: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        self.checked.append(threading.current_thread().name)
+        if "wrong" in self.text:
+            raise InvalidConstraintError("no", keyword="not", path="#/not")
+
+
+def test_a_large_constraint_is_checked_in_the_background(make: Callable[..., GrammarCompiler]) -> None:
+    """What is wrong with it arrives through the future, and is remembered."""
+    compiler = make()
+    large = Checked(text("a") + "// wrong\n" + "//\n" * LARGE)
+    for _ in range(2):
+        future = compiler.submit(large)
+        error = future.exception(30)
+        assert isinstance(error, InvalidConstraintError)
+        assert (error.keyword, error.path) == ("not", "#/not")
+    assert large.checked == ["forerun-grammar"]
+    right = Checked(text("a") + "//\n" * LARGE)
+    assert compiler.compile(right)
+    assert right.checked == ["forerun-grammar"]
+
+
+def test_what_is_in_the_cache_is_not_checked_again(make: Callable[..., GrammarCompiler]) -> None:
+    compiler = make()
+    constraint = Checked(text("a"))
+    assert compiler.compile(constraint) is compiler.compile(constraint)
+    assert constraint.checked == [threading.current_thread().name]
+    none = make(memory_bytes=0)
+    none.compile(constraint)
+    none.compile(constraint)
+    assert len(constraint.checked) == 3
+
+
+@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="the system has no clocks of threads")
+def test_a_compile_that_only_waits_is_given_more_time(make: Callable[..., GrammarCompiler]) -> None:
+    """Its time is the processor's; by the clock it may take six times as long."""
+
+    class Sleeps(Written):
+        def grammar(self) -> str:
+            time.sleep(0.9)
+            return self.text
+
+    compiler = make(timeout_seconds=0.4)
+    assert compiler.compile(Sleeps(text("a"))).compile_seconds > 0.8
+
+
+def test_a_panic_reaches_who_waits(make: Callable[..., GrammarCompiler]) -> None:
+    """Native code reports one by what isn't an Exception."""
+
+    class PanicError(BaseException):
+        pass
+
+    class Panics(Written):
+        def grammar(self) -> str:
+            raise PanicError("assertion failed")
+
+    compiler = make()
+    interval = sys.getswitchinterval()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="compiling the constraint failed: PanicError: assertion failed"):
+            compiler.submit(Panics(text("a"))).result(30)
+    assert compiler.stats().pending == 0
+    assert idle()
+    assert sys.getswitchinterval() == interval

@@ -209,6 +209,23 @@ def test_references_that_lead_nowhere_but_to_themselves() -> None:
         assert caught.value.keyword == "$ref"
 
 
+@pytest.mark.parametrize("n", [150, 2000])
+def test_chains_of_references(n: int) -> None:
+    """Nested by reference, they would take all of the compiler's stack."""
+
+    def nested(name: str) -> dict[str, Any]:
+        return obj({"a": {"$ref": f"#/$defs/{name}"}}, "a", additionalProperties=False)
+
+    for link in (nested, lambda name: {"$ref": f"#/$defs/{name}"}, lambda name: {"items": {"$ref": f"#/$defs/{name}"}}):
+        definitions = {f"d{i}": link(f"d{i + 1}") for i in range(n)}
+        schema = JsonSchema({"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{n}": INTEGER}})
+        if n == 150:
+            starts(schema)
+        else:
+            with pytest.raises(InvalidConstraintError, match="nested deeper than 400 levels"):
+                schema.check()
+
+
 def test_recursion_that_cannot_end() -> None:
     with pytest.raises(InvalidConstraintError, match="values without end"):
         JsonSchema(obj({"next": {"$ref": "#"}}, "next")).check()
@@ -372,3 +389,28 @@ def test_keys_that_engines_read_differently_obey_the_pattern() -> None:
         ['{"a":null}', r'{"a\r":null}', r'{"a\n":1}'],
         ['{"a":1}', r'{"a\r":1}'],
     )
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "0.5 0.001", "0 -0 0.0 0.51 -0.1"),
+        ({"exclusiveMinimum": 3, "exclusiveMaximum": 3.5}, "3.1 3.001", "3 3.0 3.5 4"),
+        ({"minimum": -1.5, "exclusiveMaximum": -1}, "-1.5 -1.001", "-1 -1.0 -0.9 -1.51"),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, "-0.5 -0.001", "0 -0 0.0 -0.0"),
+        ({"allOf": [{"exclusiveMinimum": 3}, {"maximum": 3.5}]}, "3.1 3.5", "3 3.0 3.51"),
+        ({"allOf": [{"exclusiveMinimum": 3}], "maximum": 3.5}, "3.1 3.5", "3 3.0 3.51"),
+    ],
+)
+def test_exclusive_bounds_at_whole_numbers(schema: dict[str, Any], good: str, bad: str) -> None:
+    """llguidance alone lets 3 through above 3 and up to 3.5."""
+    constraint = JsonSchema({"type": "number", **schema})
+    with pytest.warns(ConstraintWarning, match="the nearest that can be enforced exactly"):
+        check(constraint, good.split(), bad.split())
+
+
+def test_exclusive_bounds_that_need_no_change_are_kept() -> None:
+    for schema in ({"exclusiveMinimum": 0, "maximum": 1}, {"exclusiveMinimum": 0}, {"exclusiveMaximum": 2.5}):
+        assert not JsonSchema({"type": "number", **schema}).lowered.notes
+    with pytest.warns(ConstraintWarning):
+        check(JsonSchema({"allOf": [{"exclusiveMinimum": 3}, {"type": "integer"}]}), ["4"], ["3"])

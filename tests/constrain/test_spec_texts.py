@@ -163,6 +163,8 @@ def test_nested_repetitions_are_limited() -> None:
         ("start: /(?=a)/", "can't be compiled"),
         ('start[max_tokens=3]: "a"', "max_tokens at line 1; use SamplingParams.max_tokens"),
         ('start: x\nx[temperature=0.5]: "a"', "temperature at line 2"),
+        ('start: "a"\nx: <[5]>', "names tokens by number at line 2"),
+        ("start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(20_000)) + 'r20000: "a"', "20002 rules"),
         ("start: %json {", "no JSON schema after %json at line 1"),
         ("start: %json 3", "must be an object or a boolean"),
         ('start: "a"\nx: %json {"not": {}}', '"not" at #/not'),

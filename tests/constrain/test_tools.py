@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import jsonschema
@@ -212,3 +213,17 @@ def test_schemas_of_tools_are_checked() -> None:
     error = impossible.explain(messages[0])
     assert error.path == "#/properties/x/maximum"
     assert "the tool a:" in str(error)
+
+
+@pytest.mark.parametrize("hostile", ["<tool_call>", "<tool_call>\n{", "<tool_call> "])
+def test_reading_hostile_text_takes_time_in_proportion(hostile: str) -> None:
+    start = time.process_time()
+    assert parse_tool_calls(hostile * 64_000) == []
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "[" * 900 + "]" * 900, '{"a":' * 600 + "1" + "}" * 600])
+def test_calls_that_can_not_be_written_again_are_left_out(value: str) -> None:
+    call = f'<tool_call>{{"name":"a","arguments":{{"x":{value}}}}}</tool_call>'
+    good = '<tool_call>{"name":"b","arguments":{}}</tool_call>'
+    assert parse_tool_calls(call + good) == [ToolCall("b", "{}")]

@@ -388,16 +388,15 @@ def test_compiling_ahead(model: Path) -> None:
 
 
 def test_the_mask_thread_ends_with_the_engine(model: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     engine = engine_for(model, "suffix", 4)
     engine.generate([PROMPT], SamplingParams(constraint=Choice(["yes", "no"])))
-    assert threading.active_count() > before
+    own = set(threading.enumerate()) - before
+    assert "forerun-masks_0" in {thread.name for thread in own}
     del engine
-    for _ in range(100):
-        if threading.active_count() == before:
-            return
-        threading.Event().wait(0.05)
-    raise AssertionError([thread.name for thread in threading.enumerate()])
+    for thread in own:
+        thread.join(5)
+    assert not [thread.name for thread in own if thread.is_alive()]
 
 
 def test_a_mask_of_allowed_tokens_alone(model: Path) -> None:

@@ -317,3 +317,26 @@ def test_ctrl_c_between_steps_leaves_a_request_whole_or_not_begun(
     assert not engine._loop.live
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     goes_on(engine, alone)
+
+
+def test_ctrl_c_while_a_grammar_is_awaited_leaves_nothing_waiting(model: Path, alone: Unspeculated) -> None:
+    """An interrupted wait would stay among those that the grammar's future tells, and may fail when it is told."""
+    go = threading.Event()
+
+    def grammar() -> str:
+        assert go.wait(60)
+        return Choice(["yes"]).grammar()
+
+    engine = engine_for(model, "none")
+    constraint = Scripted("interrupted", grammar)
+    handles = [engine.submit(PROMPT, SamplingParams(constraint=constraint)) for _ in range(2)]
+    for _ in range(5):
+        threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            while engine.step():
+                pass
+    for future in engine._loop.awaited.futures:
+        assert not future._waiters
+    go.set()
+    assert [handle.result().text for handle in handles] == ["yes", "yes"]
+    goes_on(engine, alone)

@@ -18,6 +18,7 @@ from forerun.draft.lookup import PromptLookup
 from forerun.draft.suffix import SuffixDrafter
 from forerun.engine.forced import GRAMMAR, cut_to_grammar, forced_draft, joined
 from reference.drafters import Scripted
+from reference.pacing import AVX2, auto
 from reference.speculation import engine_for
 
 PARAMS = SamplingParams()
@@ -181,3 +182,15 @@ def test_forced_text_is_a_chain_of_at_most_the_budget(compiler: GrammarCompiler)
     assert whole.drafter == GRAMMAR
     assert compiler.compile(Choice(["abcdefgh", "x"])).start().forced(9) == []
     assert forced_draft(compiler.compile(Regex("[ab]+")).start(), 9) is NO_DRAFT
+
+
+def test_a_drafter_whose_name_begins_alike_is_not_taken_for_forced_text() -> None:
+    """It rests after losses like any other."""
+    kept = {}
+    for name in ("other", "grammarian", GRAMMAR, f"{GRAMMAR}+other"):
+        pace = auto(AVX2)
+        pace.begin(0, list(range(10)))
+        pace._requests[0].account = -1.0
+        assert pace.budget([0], [5], 1, 1)
+        [kept[name]] = pace.cut([0], [10], [DraftTree.chain([1] * 5, (0.99,) * 5, drafter=name)], 1)
+    assert kept["grammarian"] == kept["other"] < kept[GRAMMAR] == kept[f"{GRAMMAR}+other"]

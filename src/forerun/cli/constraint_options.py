@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from forerun.errors import InvalidRequestError
+from forerun.errors import ConstraintWarning, InvalidConstraintError, InvalidRequestError
 
 if TYPE_CHECKING:
     from forerun.constrain import Constraint
@@ -21,7 +22,11 @@ SCHEMA = typer.Option(
 )  # fmt: skip
 ANY_JSON = typer.Option(False, "--any-json", help="Any JSON value.", rich_help_panel=_PANEL)
 REGEX = typer.Option(
-    None, "--regex", metavar="PATTERN", rich_help_panel=_PANEL, help="What a regular expression matches as a whole."
+    None,
+    "--regex",
+    metavar="PATTERN",
+    rich_help_panel=_PANEL,
+    help="What a regular expression (Rust's) matches.",
 )
 CHOICE = typer.Option(
     None, "--choice", metavar="TEXT", rich_help_panel=_PANEL, help="One of several texts; repeat it for each."
@@ -43,7 +48,10 @@ def constraint_of(
     lark: Path | None,
     whitespace: str,
 ) -> Constraint | None:
-    """The constraint that the options describe, None for none; raises `typer.BadParameter` for more than one."""
+    """The constraint that the options describe, None for none.
+
+    Raises `typer.BadParameter` for more than one, and `InvalidConstraintError`, before a model is downloaded.
+    """
     given = {
         "--json-schema": schema is not None, "--any-json": any_json, "--regex": regex is not None,
         "--choice": bool(choices), "--lark": lark is not None,
@@ -57,10 +65,31 @@ def constraint_of(
         raise typer.BadParameter("it goes with --json-schema or --any-json", param_hint="--whitespace")
     if not names:
         return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConstraintWarning)  # said when it is submitted
+            constraint = _constraint(schema, any_json, regex, choices, lark, flexible=whitespace == "flexible")
+            constraint.check()
+    except InvalidConstraintError as error:
+        file = schema or lark
+        if file is None:
+            raise
+        raise InvalidConstraintError(f"{file}: {error}", keyword=error.keyword, path=error.path) from None
+    return constraint
 
+
+def _constraint(
+    schema: Path | None,
+    any_json: bool,
+    regex: str | None,
+    choices: list[str] | None,
+    lark: Path | None,
+    *,
+    flexible: bool,
+) -> Constraint:
     from forerun.constrain import Choice, Json, JsonSchema, Lark, Regex
 
-    spacing: Whitespace = "flexible" if whitespace == "flexible" else "compact"
+    spacing: Whitespace = "flexible" if flexible else "compact"
     if schema is not None:
         return JsonSchema(_text(schema), whitespace=spacing)
     if any_json:

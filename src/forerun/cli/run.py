@@ -7,7 +7,6 @@ import os
 import select
 import stat
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +19,7 @@ from forerun.cli import run_view
 from forerun.cli.constraint_options import ANY_JSON, CHOICE, LARK, REGEX, SCHEMA, WHITESPACE, constraint_of
 from forerun.cli.draft_options import DRAFT, DRAFT_LENGTH, draft_warnings, engine_options
 from forerun.cli.models import pull_progress
-from forerun.errors import CacheError, ConstraintWarning, ForerunError, InvalidRequestError
+from forerun.errors import CacheError, ForerunError, InvalidRequestError
 from forerun.models.catalog import Catalog
 from forerun.models.download import resolve
 from forerun.sample.params import STAGES, SamplingParams, Stage, Verify
@@ -55,8 +54,8 @@ set, they stand in brackets: <+accepted+> <!correction!> <*bonus*>. --trace tell
 for each step how the number of draft tokens was chosen; if the answer goes to the same place, after
 its end. With --json it is part of the object instead, with all lengths that were weighed.
 
-An answer that ends by itself obeys the constraint (--json-schema and the like); one that
---max-tokens cuts short says "finish: length"."""
+An answer that ends by itself obeys the constraint (one of --json-schema and the like, and no --stop
+beside it); one that --max-tokens cuts short says "finish: length"."""
 
 
 def register(app: typer.Typer) -> None:
@@ -149,10 +148,6 @@ def _run(
     nothing_drafts = "--draft none" if draft == "none" else None if speculate else "--no-speculate"
     settings = engine_options(draft if speculate else "none", draft_len)
     constraint = constraint_of(json_schema, any_json, regex, choice, lark, whitespace)
-    if constraint is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConstraintWarning)  # said when it is submitted
-            constraint.check()  # before a model is downloaded
     try:
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -201,6 +196,8 @@ def _run(
         typer.echo(json.dumps(found | ({"trace": view.trace.describe()} if trace else {}), indent=2))
     else:
         _print_statistics(output, sampled=not params.greedy, why_nothing=view.trace.why_nothing)
+    if constraint is not None and output.finish_reason == "length":
+        _note("the answer was cut short, so it isn't complete: raise --max-tokens")
     if interrupted:
         raise typer.Exit(130)
 

@@ -340,6 +340,9 @@ class _Work:
             outcome = self._compile(job.constraint)
         except Exception as error:
             outcome = error
+        except BaseException as error:  # a panic of llguidance is none of Exception
+            outcome = RuntimeError(f"compiling the constraint failed: {type(error).__name__}: {error}")
+            outcome.__cause__ = error
         finally:
             if interval > _SWITCH_SECONDS:
                 sys.setswitchinterval(interval)
@@ -347,7 +350,7 @@ class _Work:
 
     def _give_up(self, job: _Job) -> None:
         with self._lock:
-            if job.constraint.key not in self._jobs:
+            if self._jobs.get(job.constraint.key) is not job:
                 return
             job.late = True
             self._stuck += 1

@@ -17,8 +17,13 @@ from forerun.constrain.schema import compile_options
 from forerun.constrain.spec import Constraint, checked_text, first_line
 from forerun.errors import InvalidConstraintError
 
+MAX_NODES: Final = 2_000
+"""Most rules, terminals and groups of a grammar; llguidance's stack has room for a chain of some more."""
+
+_NODE: Final = re.compile(r"[(\[:]")
+
 _TOKEN: Final = re.compile(
-    r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|%json\s*|\b(?:max_tokens|temperature)\s*="""
+    r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|%json\s*|<\[|\b(?:max_tokens|temperature)\s*="""
 )
 
 
@@ -27,7 +32,8 @@ class Lark(Constraint):
     """The whole text follows a context-free grammar in llguidance's dialect of Lark, from the rule `start` on.
 
     Left recursion is fine. `%json {...}` stands for a value of a JSON Schema, which is checked as `JsonSchema` is, and
-    is compact. `max_tokens` and `temperature` raise InvalidConstraintError: they aren't about the text.
+    is compact. `max_tokens`, `temperature` and tokens by number (`<[5]>`) raise InvalidConstraintError: they aren't
+    about the text. So do more than MAX_NODES rules, terminals and groups.
     https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
     """
 
@@ -61,20 +67,33 @@ class Lark(Constraint):
     def _enforced(self) -> str:
         """The grammar with its JSON schemas as llguidance enforces them."""
         out = []
-        at = 0
+        at = nodes = 0
         while found := _TOKEN.search(self.text, at):
+            nodes += len(_NODE.findall(self.text, at, found.start()))
             out.append(self.text[at : found.end()])
             at = found.end()
             word = found[0]
             if word.startswith("%json"):
                 schema, at = _embedded(self.text, at)
                 out.append(json_rule(schema))
+            elif word == "<[":
+                line = self.text.count("\n", 0, found.start()) + 1
+                raise InvalidConstraintError(
+                    f"the Lark grammar names tokens by number at line {line}, which can't be taken back exactly; write "
+                    "their text."
+                )
             elif word.endswith("=") and word[0] in "mt":
                 name = word.rstrip("= \t\n")
                 line = self.text.count("\n", 0, found.start()) + 1
                 raise InvalidConstraintError(
                     f"the Lark grammar sets {name} at line {line}; use SamplingParams.{name}.", keyword=name
                 )
+        nodes += len(_NODE.findall(self.text, at))
+        if nodes > MAX_NODES:
+            raise InvalidConstraintError(
+                f"the Lark grammar has {nodes} rules, terminals and groups; the limit is {MAX_NODES}. Use fewer, or "
+                "regular expressions and Choice."
+            )
         return "".join([*out, self.text[at:]])
 
 

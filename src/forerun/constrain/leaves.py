@@ -44,8 +44,8 @@ def count(node: Mapping[str, Any], keyword: str, path: str) -> int | None:
     return value
 
 
-def numbers(node: Mapping[str, Any], path: str, notes: list[str]) -> dict[str, Any]:
-    """The keywords about numbers."""
+def numbers(node: Mapping[str, Any], path: str, notes: list[str], *, merged: bool = False) -> dict[str, Any]:
+    """The keywords about numbers; `merged` if other schemas may bound the same number."""
     out: dict[str, Any] = {}
     for keyword, side in (("minimum", -1), ("maximum", 1)):
         exclusive = "exclusive" + keyword.capitalize()
@@ -58,9 +58,37 @@ def numbers(node: Mapping[str, Any], path: str, notes: list[str]) -> dict[str, A
                 out[exclusive] = out.pop(keyword)
         else:
             out[exclusive] = _bound(node, exclusive, side, path, notes)
+    if "number" in node.get("type", "number"):
+        _open_at_whole_numbers(out, path, notes, merged=merged)
     if "multipleOf" in node:
         out["multipleOf"] = _multiple(node["multipleOf"], path)
     return out
+
+
+def _open_at_whole_numbers(out: dict[str, Any], path: str, notes: list[str], *, merged: bool) -> None:
+    """Moves exclusive bounds that llguidance takes for inclusive ones to the next decimal.
+
+    It lets 3 pass above 3 and up to 3.5: where a bound is whole and the other isn't, but begins with the same digits.
+    """
+    for side, opposite in (("Minimum", "Maximum"), ("Maximum", "Minimum")):
+        keyword, inclusive = "exclusive" + side, side.lower()
+        bound = out.get(keyword)
+        if bound is None or bound != int(bound):
+            continue
+        others = [out[other] for other in (opposite.lower(), "exclusive" + opposite) if other in out]
+        if not merged and not any(other != int(other) and int(other) == bound for other in others):
+            continue
+        places = min(12, _DIGITS - len(str(abs(int(bound)))))
+        if places < 1:
+            fail(keyword, path, f"is {shown(bound)}; next to other bounds, such are enforced up to 14 digits only.")
+        step = Decimal(1).scaleb(-places)
+        inner = float(Decimal(int(bound)) + (step if side == "Minimum" else -step))
+        del out[keyword]
+        given = out.get(inclusive, inner)
+        out[inclusive] = max(given, inner) if side == "Minimum" else min(given, inner)
+        notes.append(
+            f"{child(path, keyword)} is enforced as {inclusive} {inner}, the nearest that can be enforced exactly"
+        )
 
 
 def integer_range(name: str, out: dict[str, Any], notes: list[str]) -> dict[str, Any]:

@@ -27,6 +27,9 @@ MAX_NAME: Final = 200
 MAX_NAMES: Final = 20_000
 """Longest key, and most characters of keys together, that an object may exclude from its further properties."""
 
+MAX_LEVELS: Final = 400
+"""Deepest nesting of schemas, references followed."""
+
 Json = Any
 
 
@@ -96,6 +99,7 @@ class _Lowering:
         while self._todo:
             target, site = self._todo.pop()
             definitions[site.owner] = self._schema(target, site)
+        _refuse_depth(root, definitions, place.path)
         self._refuse_loops()
         if self._control and not self._escapes:
             if not last:
@@ -125,7 +129,7 @@ class _Lowering:
         if "type" in node:
             types = leaves.check_types(node["type"], path)
             out["type"] = types[0] if len(types) == 1 else types
-        also = self._leaves(node, path, out)
+        also = self._leaves(node, path, site, out)
         for key in applied:
             if handler := _HANDLERS.get(key):
                 handler(self, place, site, out)
@@ -153,9 +157,9 @@ class _Lowering:
             else:
                 fail(key, path, f'isn\'t one of JSON Schema; did you mean "{meant}"? It is {shown(value)}.')
 
-    def _leaves(self, node: dict[str, Json], path: str, out: dict[str, Json]) -> list[Json]:
+    def _leaves(self, node: dict[str, Json], path: str, site: _Site, out: dict[str, Json]) -> list[Json]:
         notes: list[str] = []
-        out.update(leaves.numbers(node, path, notes))
+        out.update(leaves.numbers(node, path, notes, merged=site.merged))
         text, also = leaves.strings(node, path)
         out.update(text)
         name = node.get("format")
@@ -330,20 +334,39 @@ class _Lowering:
         """Refuses definitions that say of a value only that it is itself."""
         done: set[str] = set()
         for start in self._same:
-            trail: list[str] = []
+            trail = {start: iter(self._same[start])}
+            while trail:
+                name, targets = next(reversed(trail.items()))
+                found = next(targets, None)
+                if found is None:
+                    del trail[name]
+                    done.add(name)
+                elif found[0] in trail:
+                    fail("$ref", found[1], "leads back to itself without describing a value.")
+                elif found[0] not in done:
+                    trail[found[0]] = iter(self._same.get(found[0], []))
 
-            def visit(name: str, trail: list[str] = trail) -> None:
-                if name in done:
-                    return
-                trail.append(name)
-                for target, path in self._same.get(name, []):
-                    if target in trail:
-                        fail("$ref", path, "leads back to itself without describing a value.")
-                    visit(target, trail)
-                trail.pop()
-                done.add(name)
 
-            visit(start)
+def _refuse_depth(root: Json, definitions: dict[str, Json], path: str) -> None:
+    """Refuses schemas within schemas, by way of references too, that are more than llguidance's stack has room for."""
+    seen: set[str] = set()
+    todo: list[tuple[Json, int]] = [(root, 0)]
+    while todo:
+        node, depth = todo.pop()
+        if depth > MAX_LEVELS:
+            fail(None, path, f"leads to schemas that are nested deeper than {MAX_LEVELS} levels, by way of $ref.")
+        if not isinstance(node, dict):
+            continue
+        inner = [node[keyword] for keyword in ("items", "additionalProperties") if keyword in node]
+        for keyword in ("allOf", "anyOf", "oneOf", "prefixItems"):
+            inner += node.get(keyword, [])
+        for keyword in ("properties", "patternProperties"):
+            inner += node.get(keyword, {}).values()
+        name = node.get("$ref", "").removeprefix("#/$defs/")
+        if name and name not in seen:
+            seen.add(name)
+            inner.append(definitions[name])
+        todo += [(part, depth + 1) for part in reversed(inner)]
 
 
 def _adds(expression: str, names: dict[str, None]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +23,7 @@ MAX_TOOLS: Final = 128
 MAX_TOOL_NAME: Final = 64
 CHOICES: Final = ("auto", "required")
 
+_SPACE: Final = re.compile(r"\s*")
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -169,7 +172,8 @@ class ToolCalls(Constraint):
 def parse_tool_calls(text: str, format: str = "qwen") -> list[ToolCall]:
     """The complete calls in a text, in order; none in a text without calls.
 
-    A call that the text cuts short is left out. Raises InvalidConstraintError for an unknown format.
+    A call that the text cuts short is left out, and so is one that isn't JSON or is nested too deep. Raises
+    InvalidConstraintError for an unknown format.
     """
     if format not in FORMATS:
         raise InvalidConstraintError(f"the format {format!r} is unknown; expected one of {', '.join(FORMATS)}.")
@@ -186,14 +190,15 @@ def parse_tool_calls(text: str, format: str = "qwen") -> list[ToolCall]:
 
 
 def _marked(text: str, form: _Format) -> list[ToolCall]:
+    text = _Unnumbered(text)
     calls = []
     mark, end_mark = form.before.strip(), form.after.strip()
     at = text.find(mark)
     while at >= 0:
         at += len(mark)
-        value, end = _value(text, at + len(text[at:]) - len(text[at:].lstrip()))
+        value, end = _value(text, _SPACE.match(text, at).end())  # type: ignore[union-attr]
         call = _call(value, form)
-        if call is not None and text[end:].lstrip().startswith(end_mark):
+        if call is not None and text.startswith(end_mark, _SPACE.match(text, end).end()):  # type: ignore[union-attr]
             calls.append(call)
             at = end
         at = text.find(mark, at)
@@ -203,13 +208,33 @@ def _marked(text: str, form: _Format) -> list[ToolCall]:
 def _value(text: str, at: int) -> tuple[Any, int]:
     """The JSON value at a place, and its end; None and the place where there is none."""
     try:
-        return json.JSONDecoder(object_pairs_hook=_Pairs).raw_decode(text, at)
+        return _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
         return None, at
 
 
+class _Unnumbered(str):
+    """A text whose lines aren't counted: each error of the decoder would read all that comes before it."""
+
+    def count(self, *_: object) -> int:
+        return 0
+
+    def rfind(self, *_: object) -> int:
+        return -1
+
+
 class _Pairs(list[tuple[str, Any]]):
     """An object as its pairs, so that its text keeps order and repeated keys."""
+
+
+def _finite(number: str) -> float:
+    """A number of JSON. Raises ValueError for one that isn't, or is too large to be written as it was."""
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number} is no number of JSON")
+    return value
+
+
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=_Pairs, parse_float=_finite, parse_constant=_finite)
 
 
 def _call(value: Any, form: _Format) -> ToolCall | None:
@@ -219,7 +244,10 @@ def _call(value: Any, form: _Format) -> ToolCall | None:
     name, arguments = fields.get("name"), fields.get(form.arguments)
     if not isinstance(name, str) or not isinstance(arguments, _Pairs):
         return None
-    return ToolCall(name, json.dumps(_plain(arguments), ensure_ascii=False))
+    try:
+        return ToolCall(name, json.dumps(_plain(arguments), ensure_ascii=False))
+    except RecursionError:
+        return None
 
 
 def _plain(value: Any) -> Any:

@@ -105,7 +105,8 @@ class Loop:
                 self._timed_step()
                 return True
             futures = self.awaited.futures
-        wait_for_one(futures, _GRAMMAR_WAIT)
+        with _Uninterrupted():  # else what waits on a grammar is left in a state in which it can't be told
+            wait_for_one(futures, _GRAMMAR_WAIT)
         return bool(futures)
 
     def _timed_step(self) -> None:

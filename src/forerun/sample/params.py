@@ -45,7 +45,7 @@ class SamplingParams:
 
     max_tokens: the most tokens to generate; None goes on to the end of the model's context.
     n: how many texts to generate for the prompt. The first is that of n=1 with this seed; the others have seeds made
-        of it.
+        of it. At temperature 0 all are equal.
     constraint: what the whole text must be: `JsonSchema`, `Json`, `Regex`, `Lark`, `Choice` or `ToolCalls` (see
         forerun.constrain). A text that ends by itself obeys it; it can't be combined with `ignore_eos`, `stop`, or
         stop tokens that aren't the model's end tokens.
