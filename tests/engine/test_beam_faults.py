@@ -56,7 +56,7 @@ def test_an_exception_anywhere_frees_everything(
     other = engine.generate([(1, 2, 3)], OTHER)[0].token_ids
     for skipped in (0, 5):
         beside = engine.submit((1, 2, 3), OTHER)
-        step, steps = engine._loop._step, 0
+        step, steps = engine.loop._step, 0
 
         def counted(began: float, skipped: int = skipped, step: Any = step) -> None:
             nonlocal steps
@@ -66,7 +66,7 @@ def test_an_exception_anywhere_frees_everything(
             step(began)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._loop, "_step", counted)
+            patch.setattr(engine.loop, "_step", counted)
             # Where nothing of the kind happens any more, nothing fails.
             try:
                 output = engine.beam_search(PROMPT, 4, max_tokens=12)
@@ -77,7 +77,7 @@ def test_an_exception_anywhere_frees_everything(
         engine.check_integrity()
         left = [*engine.scheduler.running, *engine.scheduler.waiting]
         assert left == ([] if beside.finished else [beside.live.request])
-        assert set(engine._loop.live) == {request.request_id for request in left}
+        assert set(engine.loop.live) == {request.request_id for request in left}
         assert beside.result().token_ids == other
         emptied(engine)
         assert engine.beam_search(PROMPT, 4, max_tokens=12).sequences == expected.sequences

@@ -145,7 +145,7 @@ def test_20_a_grammar_goes_back_exactly(model: Path) -> None:
             live = handle.live
             if live.grammar is None or not live.request.n_output:
                 continue
-            fresh = engine._compiler.compile(JsonSchema(NOTE)).start()
+            fresh = engine.compiler.compile(JsonSchema(NOTE)).start()
             fresh.advance(live.request.output_ids)
             now, again = np.zeros(width, dtype=np.uint32), np.ones(width, dtype=np.uint32)
             live.grammar.mask(now)

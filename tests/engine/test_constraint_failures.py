@@ -181,7 +181,7 @@ def test_an_interrupted_wait_for_masks_leaves_no_thread_in_the_grammar(
 
     monkeypatch.setattr(GrammarState, "masks", slow)
     before = signal.signal(signal.SIGALRM, interrupt)
-    finish = engine._loop.masks.finish
+    finish = engine.loop.masks.finish
 
     def finishing() -> None:
         if entered.is_set() and not interrupted:
@@ -190,7 +190,7 @@ def test_an_interrupted_wait_for_masks_leaves_no_thread_in_the_grammar(
         finish()
 
     interrupted: list[int] = []
-    monkeypatch.setattr(engine._loop.masks, "finish", finishing)
+    monkeypatch.setattr(engine.loop.masks, "finish", finishing)
     try:
         handle = engine.submit(PROMPT, SAMPLED)
         with pytest.raises(TimeoutError, match="the caller's own"):
@@ -314,7 +314,7 @@ def test_ctrl_c_between_steps_leaves_a_request_whole_or_not_begun(
         same(bound.result(), alone.answer(PROMPT, SAMPLED))
     else:
         assert [sample.finish_reason for sample in bound.result().samples] == ["cancelled"] * 3
-    assert not engine._loop.live
+    assert not engine.loop.live
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     goes_on(engine, alone)
 
@@ -335,7 +335,7 @@ def test_ctrl_c_while_a_grammar_is_awaited_leaves_nothing_waiting(model: Path, a
         with pytest.raises(KeyboardInterrupt):
             while engine.step():
                 pass
-    for future in engine._loop.awaited.futures:
+    for future in engine.loop.awaited.futures:
         assert not future._waiters
     go.set()
     assert [handle.result().text for handle in handles] == ["yes", "yes"]

@@ -186,7 +186,7 @@ def test_a_compile_that_holds_up_the_loop_shows(
         compile_once(engine, *arguments)
         began = time.perf_counter()
         for _ in range(3):
-            with engine._loop.lock:
+            with engine.loop.lock:
                 time.sleep(0.4)
         return stall.Window(began, time.perf_counter())
 

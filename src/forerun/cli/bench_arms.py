@@ -57,7 +57,7 @@ class ArmRunner:
         self._plain = plain
         self._max_tokens = max_tokens
         self._repeater = Repeater()
-        plain.chooser = plain._loop.chooser = self._repeater
+        plain.chooser = plain.loop.chooser = self._repeater
         self._prompts: dict[str, list[int]] = {}
         self._recorded: dict[str, tuple[int, ...]] = {}
 
@@ -82,7 +82,7 @@ class ArmRunner:
 
     def warm_up(self, tasks: Sequence[Task]) -> None:
         """Maps weights, starts threads, compiles the schemas: a few tokens in each arm."""
-        self._constrained._compiler.prepare().result()
+        self._constrained.compiler.prepare().result()
         most, self._max_tokens = self._max_tokens, min(self._max_tokens, _WARM_TOKENS)
         try:
             measure.measure_group(tasks, 0, lambda group, arm: self._trial(group, arm, "warm"))
@@ -97,7 +97,7 @@ class ArmRunner:
     def forced(self, task: Task, token_ids: Sequence[int]) -> int:
         """Tokens of a constrained text about which its grammar left no choice."""
         assert task.schema is not None
-        state = self._constrained._compiler.compile(JsonSchema(task.schema)).start()
+        state = self._constrained.compiler.compile(JsonSchema(task.schema)).start()
         n = 0
         for token in token_ids:
             n += state.forced(1) == [token]

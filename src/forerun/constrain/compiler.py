@@ -289,7 +289,8 @@ class _Work:
         would end it badly."""
         self.close()
         with self._lock:
-            running = [thread for thread in self._running if thread.ident is not None]
+            current = threading.current_thread()
+            running = [thread for thread in self._running if thread.ident is not None and thread is not current]
         for thread in running:
             thread.join(_CLOSE_SECONDS)
 
@@ -379,12 +380,14 @@ class _Work:
                 self._running.remove(threading.current_thread())
             futures = job.futures
         for future in futures:
-            if not future.set_running_or_notify_cancel():
-                continue
-            if isinstance(outcome, Grammar):
-                future.set_result(outcome)
-            else:
-                future.set_exception(outcome)
+            # A callback of one waiter that fails, or a future that its owner has settled, is no matter of the others.
+            with contextlib.suppress(Exception):
+                if not future.set_running_or_notify_cancel():
+                    continue
+                if isinstance(outcome, Grammar):
+                    future.set_result(outcome)
+                else:
+                    future.set_exception(outcome)
 
     def _keep(self, key: str, grammar: Grammar) -> None:
         if grammar.n_bytes > self._memory_bytes:

@@ -33,9 +33,11 @@ class JsonSchema(Constraint):
 
     Beyond what the schema says: declared properties come in the order of the schema, required ones that aren't declared
     after them, and further ones last; a number of type integer has no fraction or exponent, and one with bounds no
-    exponent; a keyword beside `$ref` applies, in every draft; formats are enforced. A decimal below a bound may need as
-    many digits as the bound (0.70 under a maximum of 0.75). Where an object takes keys beyond the declared ones,
-    strings have no escapes by \\u, and so no control characters but \\b, \\t, \\n, \\f and \\r.
+    exponent; an exclusive bound that is whole may be enforced as the next decimal, and a ConstraintWarning says so; a
+    keyword beside `$ref` applies, in every draft; formats are enforced. A decimal below a bound may need as many digits
+    as the bound (0.70 under a maximum of 0.75), and a multiple as many as `multipleOf` (0.50 for 0.25). Where an object
+    takes keys beyond the declared ones, strings have no escapes by \\u, and so no control characters but \\b, \\t, \\n,
+    \\f and \\r.
 
     What the grammar can't enforce is refused with InvalidConstraintError, which names the keyword and its place.
     Keywords that JSON Schema doesn't know describe nothing: one ConstraintWarning lists them, unless they begin with

@@ -55,6 +55,8 @@ class GrammarState:
         self._matcher = matcher
         self._tokens: list[int] = []
         self._places: list[JsonPlace] = [START]
+        # What `_settled` found at each place, so that long forced text isn't tokenized anew for each of its tokens.
+        self._found: list[list[int] | None] = [None]
         self._ended = False
         self._limit = ""
 
@@ -217,6 +219,7 @@ class GrammarState:
         twin = GrammarState(self._grammar, self._matcher.deep_copy())
         twin._tokens = self._tokens.copy()
         twin._places = self._places.copy()
+        twin._found = self._found.copy()
         twin._ended = self._ended
         return twin
 
@@ -247,6 +250,15 @@ class GrammarState:
         return bool(row.any())
 
     def _settled(self) -> list[int]:
+        """The tokens of the forced text that stay the same whatever follows, as the model writes them after its own."""
+        found = self._found[-1]
+        if found is None:
+            found = self._find_settled()
+            if not self._matcher.is_error():
+                self._found[-1] = found
+        return found
+
+    def _find_settled(self) -> list[int]:
         """The tokens of the forced text that stay the same whatever follows, as the model writes them after its own.
 
         llguidance looks at one token before the forced text. That isn't enough within a run that a tokenizer cuts by
@@ -316,6 +328,8 @@ class GrammarState:
                 return False
         place = self._places[-1]
         self._places.append(after(place, self._vocabulary.token_bytes[token]) if self._grammar.is_json else place)
+        found = self._found[-1]
+        self._found.append(found[1:] if found and len(found) > 1 and found[0] == token else None)
         self._tokens.append(token)
         return True
 
@@ -325,6 +339,7 @@ class GrammarState:
             return
         del self._tokens[-n:]
         del self._places[-n:]
+        del self._found[-n:]
         if self._matcher.is_error() or not self._matcher.rollback(n):
             self._renew()
 

@@ -178,12 +178,12 @@ class Engine:
             )
             self.speculator = self._speculator(factory, length, fingerprint, context)
         masks = StepMasks(self.config.vocab_size)
-        self._compiler = GrammarCompiler(self.tokenizer)
-        self._loop = Loop(self.scheduler, self.batch, self.executor, self.chooser, self.speculator, masks)
-        weakref.finalize(self._loop, _close, self._compiler, masks).atexit = False
+        self.compiler = GrammarCompiler(self.tokenizer)
+        self.loop = Loop(self.scheduler, self.batch, self.executor, self.chooser, self.speculator, masks)
+        weakref.finalize(self.loop, _close, self.compiler, masks).atexit = False
         if self.speculator is not None:
             # The loop outlives the engine where a handle is still used.
-            weakref.finalize(self._loop, self.speculator.close).atexit = False
+            weakref.finalize(self.loop, self.speculator.close).atexit = False
 
     def _speculator(
         self, factory: DrafterFactory, length: int | None, fingerprint: str, context: DraftContext
@@ -303,15 +303,15 @@ class Engine:
                 raise InvalidRequestError(f"{flag}={value!r} is not allowed; expected True or False")
         ids = self._prompt_ids(prompt)
         grammar = self._grammar(params)
-        with self._loop.lock:
+        with self.loop.lock:
             name = request_id or self._unused_id()
-            if name in self._loop.live:
+            if name in self.loop.live:
                 raise InvalidRequestError(f"a request with id {name!r} is still live; use another id")
             live = LiveRequest(Request(name, ids, params, salt=scope), params, _seed(params), self.tokenizer)
             live.speculate = bool(speculate) and self.speculator is not None
             live.traced = bool(trace)
-            self._loop.submit(live, grammar)
-        return RequestHandle(self._loop, live)
+            self.loop.submit(live, grammar)
+        return RequestHandle(self.loop, live)
 
     def beam_search(
         self,
@@ -338,11 +338,11 @@ class Engine:
         ids = self._prompt_ids(prompt)
         scope = checked_scope(scope)
         grammar = self._grammar(sampling)
-        with self._loop.lock:
+        with self.loop.lock:
             request = Request(self._unused_id(), ids, sampling, salt=scope)
             live = LiveBeam(request, sampling, self.tokenizer, rules)
-            self._loop.submit(live, grammar)
-        return live.search.run(self._loop)
+            self.loop.submit(live, grammar)
+        return live.search.run(self.loop)
 
     def prepare_constraints(self, *constraints: Constraint) -> None:
         """Builds what all constraints share, compiles these, and waits for it, so that no request has to.
@@ -351,9 +351,9 @@ class Engine:
         calls this before it serves. Compiled constraints are kept, as many as fit in a cache. Raises
         `InvalidConstraintError` for one that can't be compiled.
         """
-        self._compiler.prepare().result()
+        self.compiler.prepare().result()
         for constraint in constraints:
-            self._compiler.compile(constraint)
+            self.compiler.compile(constraint)
 
     def fork(self, handle: RequestHandle, params: SamplingParams | None = None) -> RequestHandle:
         """A second request that goes on from a live one's tokens and shares their KV (copied only where they part).
@@ -364,13 +364,13 @@ class Engine:
         """
         twin = params is None
         params = handle.live.params if params is None else checked_params(params, self.config.vocab_size)
-        with self._loop.lock:
+        with self.loop.lock:
             parent = handle.live
             check_fork(parent, params)
             check_ends(params, self.tokenizer.eos_ids)
             seed = parent.seed if twin else _seed(params)
-            live = self._loop.fork(parent, self._unused_id(), params, seed)
-        return RequestHandle(self._loop, live)
+            live = self.loop.fork(parent, self._unused_id(), params, seed)
+        return RequestHandle(self.loop, live)
 
     def score(self, token_ids: Sequence[int], top: int = 64) -> Scores:
         """The most probable next tokens after each token of a text, the text itself being given (teacher forcing).
@@ -389,7 +389,7 @@ class Engine:
             )
         all_ids = np.empty((len(ids), top), dtype=np.int32)
         all_logprobs = np.empty((len(ids), top), dtype=np.float32)
-        with self._loop.lock, BlockTable(self.pool) as table:
+        with self.loop.lock, BlockTable(self.pool) as table:
             try:
                 table.append_slots(len(ids))
             except PoolExhausted:
@@ -412,29 +412,29 @@ class Engine:
 
     def step(self) -> bool:
         """Runs one step for whoever has work: plan, draft, forward, verify, commit. Returns whether there was any."""
-        return self._loop.step()
+        return self.loop.step()
 
     def stats(self) -> EngineStats:
         """Totals since the engine was made."""
-        with self._loop.lock:
+        with self.loop.lock:
             return EngineStats(
-                steps=self._loop.steps,
-                computed_tokens=self._loop.tally.computed,
-                emitted_tokens=self._loop.tally.emitted,
-                step_seconds=self._loop.step_seconds,
+                steps=self.loop.steps,
+                computed_tokens=self.loop.tally.computed,
+                emitted_tokens=self.loop.tally.emitted,
+                step_seconds=self.loop.step_seconds,
                 native_seconds=self.executor.native_seconds,
-                preemptions=self._loop.preemptions,
+                preemptions=self.loop.preemptions,
                 prefix_hit_tokens=self.prefix_cache.stats.hit_tokens if self.prefix_cache else 0,
                 kv_blocks=self.pool.n_blocks,
                 kv_blocks_used=self.pool.n_blocks - self.pool.n_free,
                 weight_bytes=self.executor.weight_bytes,
                 kv_bytes=self.executor.kv.bytes,
-                speculation=self._loop.tally.stats(),
+                speculation=self.loop.tally.stats(),
             )
 
     def check_integrity(self) -> None:
         """Verifies the books of the KV pool, prefix cache and scheduler; raises `KVIntegrityError`."""
-        with self._loop.lock:
+        with self.loop.lock:
             self.scheduler.check_integrity()
 
     def _run(
@@ -459,10 +459,10 @@ class Engine:
         if params.constraint is None:
             return None
         check_ends(params, self.tokenizer.eos_ids)
-        return self._compiler.submit(params.constraint)
+        return self.compiler.submit(params.constraint)
 
     def _unused_id(self) -> str:
-        return next(name for n in self._ids if (name := f"request-{n}") not in self._loop.live)
+        return next(name for n in self._ids if (name := f"request-{n}") not in self.loop.live)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
