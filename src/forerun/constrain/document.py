@@ -147,6 +147,11 @@ class Document:
                 self._scan(value, child(path, key), inner)
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a text without anything to check, as most of a large enum's are."""
+    return type(value) is str and value.isascii()
+
+
 def _check_json(value: Any, path: str, depth: int) -> None:
     if depth > MAX_DEPTH:
         raise InvalidConstraintError(f"the schema is nested deeper than {MAX_DEPTH} levels.", path=path)
@@ -155,10 +160,12 @@ def _check_json(value: Any, path: str, depth: int) -> None:
             if not isinstance(key, str):
                 raise InvalidConstraintError(f"the schema has the key {key!r} at {path}, which is no text.", path=path)
             _check_text(key, path)
-            _check_json(inner, child(path, key), depth + 1)
+            if not _is_plain(inner):
+                _check_json(inner, child(path, key), depth + 1)
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
-            _check_json(inner, child(path, index), depth + 1)
+            if not _is_plain(inner):
+                _check_json(inner, child(path, index), depth + 1)
     elif isinstance(value, str):
         _check_text(value, path)
     elif isinstance(value, int):
