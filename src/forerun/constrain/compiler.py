@@ -486,9 +486,8 @@ def _first(row: NDArray[np.uint32]) -> list[int]:
 
 
 def _yield_to_others() -> None:
-    """Give this thread the lowest priority, where the system has priorities for threads (Linux)."""
-    if hasattr(os, "setpriority"):
-        try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        except OSError:
-            return
+    """Give this thread the lowest priority, where the system has priorities for threads (Linux): what others leave."""
+    with contextlib.suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        # Next to busy threads, the lowest nice value still gets turns that they notice.
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
