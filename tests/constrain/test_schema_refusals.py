@@ -308,3 +308,24 @@ def test_finding_the_place_is_bounded() -> None:
     error = constraint.explain("Unsatisfiable schema: required property 'bad' is unsatisfiable")
     assert time.monotonic() - before < 5
     assert "bad" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("schema", "meant"),
+    [
+        ({"name": "person", "strict": True, "schema": {"type": "object"}}, 'give what its "schema" holds'),
+        ({"name": {"type": "string"}, "age": {"type": "integer"}}, 'put properties into "properties"'),
+    ],
+    ids=["wrapped", "bare properties"],
+)
+def test_a_schema_without_a_single_keyword_is_no_schema(schema: dict[str, object], meant: str) -> None:
+    """It would allow any JSON, which nobody means who writes so much."""
+    with pytest.raises(InvalidConstraintError, match=meant):
+        JsonSchema(schema).check()
+    JsonSchema({}).check()
+    JsonSchema({"title": "anything"}).check()
+
+
+def test_the_name_of_a_file_is_no_schema() -> None:
+    with pytest.raises(InvalidConstraintError, match="not the name of a file"):
+        JsonSchema("person.json").check()

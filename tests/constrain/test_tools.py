@@ -227,3 +227,14 @@ def test_calls_that_can_not_be_written_again_are_left_out(value: str) -> None:
     call = f'<tool_call>{{"name":"a","arguments":{{"x":{value}}}}}</tool_call>'
     good = '<tool_call>{"name":"b","arguments":{}}</tool_call>'
     assert parse_tool_calls(call + good) == [ToolCall("b", "{}")]
+
+
+def test_an_error_names_the_tool() -> None:
+    tools = [
+        {"type": "function", "function": {"name": "good", "parameters": {"type": "object"}}},
+        {"type": "function", "function": {"name": "bad", "parameters": {"not": {"type": "object"}}}},
+    ]
+    with pytest.raises(InvalidConstraintError, match="the tool bad: ") as caught:
+        ToolCalls(tools).check()
+    assert (caught.value.keyword, caught.value.path) == ("not", "#/not")
+    ToolCalls(tools, choice="good").check()

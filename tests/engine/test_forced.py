@@ -16,6 +16,7 @@ from forerun.draft.base import NO_DRAFT, Drafter, DraftRow, DraftTree
 from forerun.draft.combined import CombinedDrafter
 from forerun.draft.lookup import PromptLookup
 from forerun.draft.suffix import SuffixDrafter
+from forerun.engine.acceptance import Acceptance, cells_of
 from forerun.engine.forced import GRAMMAR, cut_to_grammar, forced_draft, joined
 from reference.drafters import Scripted
 from reference.pacing import AVX2, auto
@@ -182,13 +183,40 @@ def test_forced_text_is_a_chain_of_at_most_the_budget(compiler: GrammarCompiler)
     assert forced_draft(compiler.compile(Regex("[ab]+")).start(), 9) is NO_DRAFT
 
 
-def test_a_drafter_whose_name_begins_alike_is_not_taken_for_forced_text() -> None:
-    """It rests after losses like any other."""
+def test_a_request_in_debt_still_drafts_what_is_settled_and_nothing_else() -> None:
+    """Whatever a drafter calls itself: only the engine says what is settled."""
     kept = {}
-    for name in ("other", "grammarian", GRAMMAR, f"{GRAMMAR}+other"):
+    for name, settled in (("other", 0), (GRAMMAR, 0), (GRAMMAR, 5)):
         pace = auto(AVX2)
         pace.begin(0, list(range(10)))
         pace._requests[0].account = -1.0
         assert pace.budget([0], [5], 1, 1)
-        [kept[name]] = pace.cut([0], [10], [DraftTree.chain([1] * 5, (0.99,) * 5, drafter=name)], 1)
-    assert kept["grammarian"] == kept["other"] < kept[GRAMMAR] == kept[f"{GRAMMAR}+other"]
+        tree = DraftTree([1] * 5, range(-1, 4), (0.99,) * 5, drafter=name, settled=settled)
+        [kept[name, settled]] = pace.cut([0], [10], [tree], 1)
+    assert kept["other", 0] == kept[GRAMMAR, 0] == 0
+    assert kept[GRAMMAR, 5] > 0
+
+
+def test_what_is_settled_survives_and_teaches_nothing() -> None:
+    record = Acceptance()
+    request = record.begin()
+    tree = DraftTree([1, 2, 3, 4], range(-1, 3), (0.99, 0.99, 0.5, 0.5), drafter="x", settled=2)
+    cells = cells_of(tree)
+    survival = record.survival(request, tree, cells)
+    assert survival[1] > 0.999
+    assert survival[2] < 0.9
+    before = [record.estimate(cell) for cell in range(25)]
+    for _ in range(20):
+        record.learn(request, tree.first(2), cells[:2], [0, 1])
+    assert [record.estimate(cell) for cell in range(25)] == before
+    assert record.survival(request, tree, cells)[2] == pytest.approx(survival[2], abs=0.1)
+    assert tree.first(1).settled == 1
+
+
+def test_a_drafter_cannot_call_its_guesses_settled(tiny: Path) -> None:
+    """It is always wrong; taken at its word it would be believed for ever."""
+    settled = Scripted(lambda _: DraftTree([0, 0, 0], (-1, 0, 1), (0.99,) * 3, settled=3))
+    engine = engine_for(tiny, settled, "auto")
+    [output] = engine.generate([(1, 2, 3)], SamplingParams(max_tokens=200, ignore_eos=True))
+    stats = output.stats.speculation
+    assert stats.drafted < stats.decisions / 3

@@ -70,8 +70,9 @@ def read(text: str) -> Any:
     except RecursionError:
         raise InvalidConstraintError(f"the schema is nested deeper than {MAX_DEPTH} levels.") from None
     except json.JSONDecodeError as error:
+        hint = " Give its text, not the name of a file." if error.pos == 0 else ""
         raise InvalidConstraintError(
-            f"the schema isn't JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+            f"the schema isn't JSON: {error.msg} at line {error.lineno}, column {error.colno}.{hint}"
         ) from error
     except ValueError as error:
         raise InvalidConstraintError(f"the schema isn't JSON: {error}.") from error

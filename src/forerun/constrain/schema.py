@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, Literal
 from llguidance import LLMatcher
 
 from forerun.constrain.diagnosis import diagnose
-from forerun.constrain.document import Document, as_text, read
+from forerun.constrain.document import Document, as_text, child, read
 from forerun.constrain.lower import Lowered, lower
 from forerun.constrain.spec import Constraint, checked_text
 from forerun.errors import ConstraintWarning, InvalidConstraintError
@@ -90,6 +90,15 @@ class JsonSchema(Constraint):
         lowered = lower(self.document)
         if lowered.schema is False:
             raise InvalidConstraintError("the schema is false, which no text satisfies.", path="#")
+        root = self.document.root.node
+        if isinstance(root, dict) and root and set(lowered.unknown) >= {child("#", key) for key in root}:
+            inner = next((key for key in ("schema", "json_schema") if isinstance(root.get(key), dict)), None)
+            meant = f'give what its "{inner}" holds' if inner else 'put properties into "properties"'
+            raise InvalidConstraintError(
+                f"none of the schema's keys ({', '.join(list(root)[:_LISTED])}) is a keyword of JSON Schema, so that "
+                f"any JSON value would pass: {meant}.",
+                path="#",
+            )
         return lowered
 
 

@@ -119,8 +119,11 @@ class ToolCalls(Constraint):
         return functions
 
     def check(self) -> None:
-        for schema in self._schemas.values():
-            schema.check()
+        for name, schema in self._schemas.items():
+            try:
+                schema.check()
+            except InvalidConstraintError as error:
+                raise _of_tool(name, error) from error
 
     def grammar(self) -> str:
         form = FORMATS[self.format]
@@ -138,8 +141,7 @@ class ToolCalls(Constraint):
         for name, schema in self._schemas.items():
             failed, messages = LLMatcher.validate_grammar_with_warnings(schema.grammar())
             if failed:
-                error = diagnose(schema.document, messages[0])
-                return InvalidConstraintError(f"the tool {name}: {error}", keyword=error.keyword, path=error.path)
+                return _of_tool(name, diagnose(schema.document, messages[0]))
         return super().explain(message)
 
     def _start(self, form: _Format) -> list[str]:
@@ -167,6 +169,10 @@ class ToolCalls(Constraint):
     def _schemas(self) -> dict[str, JsonSchema]:
         """The tools that may be called."""
         return {name: JsonSchema(schema) for name, schema in self.functions.items() if self.choice in (*CHOICES, name)}
+
+
+def _of_tool(name: str, error: InvalidConstraintError) -> InvalidConstraintError:
+    return InvalidConstraintError(f"the tool {name}: {error}", keyword=error.keyword, path=error.path)
 
 
 def parse_tool_calls(text: str, format: str = "qwen") -> list[ToolCall]:

@@ -36,6 +36,8 @@ class DraftTree:
             what was drawn; confidence isn't used for them. The values are taken at their word: rejection keeps the
             target's distribution only if the tokens were drawn from them.
         drafter: whose work it is, for the counts.
+        settled: how many nodes, a chain from the root, can't be rejected. For the engine, which knows grammars; what a
+            drafter says here is ignored.
     """
 
     tokens: Sequence[int]
@@ -43,6 +45,7 @@ class DraftTree:
     confidence: Sequence[float] = ()
     q: npt.NDArray[np.float32] | None = None
     drafter: str = ""
+    settled: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -74,7 +77,7 @@ class DraftTree:
         if n >= len(self.tokens):
             return self
         q = None if self.q is None else self.q[:n]
-        return DraftTree(self.tokens[:n], self.parents[:n], self.confidence[:n], q, self.drafter)
+        return DraftTree(self.tokens[:n], self.parents[:n], self.confidence[:n], q, self.drafter, min(self.settled, n))
 
     def depths(self) -> list[int]:
         """Depth of each node; a child of the root has depth 0."""

@@ -13,6 +13,8 @@ with the transitions of fixed share (Herbster and Warmuth 1998).
 
 A last factor by depth corrects what a request does at one position in particular.
 
+A node that can't be rejected (`DraftTree.settled`) needs no record and leaves none.
+
 A trial is a node whose parent was accepted. A depth that wasn't tried says nothing (censoring by the window).
 """
 
@@ -31,6 +33,7 @@ _DRIFT = 0.015  # and after a step without one
 _MEMORY = 1 - 1 / 64  # of the drafter's record, per trial of a range
 _PRIOR = 3.0  # trials that the drafter's word is worth
 _UNKNOWN = 0.5  # acceptance of a drafter without an opinion and without a record
+_SURE = 0.9999
 _DEPTHS = 16  # deeper nodes count as the last depth
 _DEPTH_MEMORY = 0.9
 _DEPTH_PRIOR = 4.0
@@ -42,7 +45,9 @@ _RANGES = len(_EDGES) + 1
 _CENTRES = tuple(min((a + b) / 64, 0.995) for a, b in zip((0, *_EDGES), (*_EDGES, 33), strict=True))
 
 
-_WORD = (*_CENTRES, *(_UNKNOWN,) * _DEPTHS)
+_WORD = (*_CENTRES, *(_UNKNOWN,) * _DEPTHS, 1.0)
+_CERTAIN = _RANGES + _DEPTHS
+"""The cell of nodes that can't be rejected, because a grammar leaves nothing else: they teach nothing."""
 
 
 class RequestAcceptance:
@@ -77,7 +82,7 @@ class Acceptance:
     """
 
     def __init__(self) -> None:
-        n = _RANGES + _DEPTHS
+        n = _CERTAIN + 1
         self._accepted = [0.0] * n
         self._trials = [0.0] * n
         self._tables = tuple([0.0] * n for _ in _STATES)
@@ -252,6 +257,8 @@ class Acceptance:
         request.trials += n
 
     def _count(self, cell: int, depth: int, accepted: bool) -> None:
+        if cell == _CERTAIN:
+            return
         trials, wins = self._trials, self._accepted
         trials[cell] = _MEMORY * trials[cell] + 1
         wins[cell] = _MEMORY * wins[cell] + accepted
@@ -264,6 +271,9 @@ class Acceptance:
     def _tabulate(self, cells: Iterable[int]) -> None:
         p0, p1, p2, p3 = self._tables
         for cell in cells:
+            if cell == _CERTAIN:
+                p0[cell] = p1[cell] = p2[cell] = p3[cell] = _SURE
+                continue
             p = self.estimate(cell)
             odds = p / (1 - p)
             x = odds * _STATES[0]
@@ -285,8 +295,10 @@ def cells_of(tree: DraftTree) -> list[int]:
     if tree.q is None and len(confidence) == len(tree.tokens):
         cells = [_RANGE[int(c * 32)] if 0 <= c <= 1 else -1 for c in confidence]
         if -1 not in cells:
+            cells[: tree.settled] = [_CERTAIN] * tree.settled
             return cells
     last = _RANGES + _DEPTHS - 1
-    if tree.is_chain:
-        return [min(_RANGES + d, last) for d in range(len(tree.tokens))]
-    return [min(_RANGES + d, last) for d in tree.depths()]
+    depths = range(len(tree.tokens)) if tree.is_chain else tree.depths()
+    cells = [min(_RANGES + depth, last) for depth in depths]
+    cells[: tree.settled] = [_CERTAIN] * tree.settled
+    return cells

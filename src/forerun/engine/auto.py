@@ -236,7 +236,7 @@ class AutoPace:
             request.position = position
             request.end = -1
             self._propose(request, tree)
-            drafts = request.account > 0 or request.drafter.partition("+")[0] == GRAMMAR
+            drafts = request.account > 0 or tree.settled > 0
             survivals.append(request.survival if drafts and request.probe is None else ())
             cost = self._costs.get(request.drafter)
             if cost is not None:

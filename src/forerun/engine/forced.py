@@ -23,7 +23,7 @@ def forced_draft(grammar: GrammarState, budget: int) -> DraftTree:
     if not tokens:
         return NO_DRAFT
     confidence = [_SETTLED] * settled + [_GUESSED] * (len(tokens) - settled)
-    return DraftTree.chain(tokens, confidence, drafter=GRAMMAR)
+    return DraftTree(tokens, range(-1, len(tokens) - 1), confidence, drafter=GRAMMAR, settled=settled)
 
 
 def joined(forced: DraftTree, tree: DraftTree) -> DraftTree:
@@ -36,6 +36,7 @@ def joined(forced: DraftTree, tree: DraftTree) -> DraftTree:
         [*forced.parents, *(parent + n for parent in tree.parents)],
         [*forced.confidence, *tree.confidence] if tree.confidence else (),
         drafter=f"{forced.drafter}+{tree.drafter}",
+        settled=forced.settled,
     )
 
 
@@ -62,4 +63,5 @@ def cut_to_grammar(grammar: GrammarState, tree: DraftTree) -> DraftTree:
         [place[tree.parents[node]] for node in kept],
         [tree.confidence[node] for node in kept] if tree.confidence else (),
         drafter=tree.drafter,
+        settled=tree.settled,
     )
