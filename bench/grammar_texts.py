@@ -60,7 +60,7 @@ def spread(cases: Sequence[Case], engine: Engine, n: int) -> list[Case]:
     """At most n cases, evenly over those that compile."""
     compiling = []
     # Not in the first schema's time.
-    engine.compiler.prepare().result()
+    engine.prepare_constraints()
     for case in cases:
         try:
             engine.prepare_constraints(JsonSchema(case.schema))

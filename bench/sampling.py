@@ -30,10 +30,11 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun import SamplingParams, _native
+from forerun.constrain.bits import mask_of
 from forerun.ops import cpu_name
 from forerun.sample.arrays import SpecArrays
 from forerun.sample.edits import LogitEdits
-from forerun.sample.masks import Masks, mask_of
+from forerun.sample.masks import Masks
 
 ROWS = 16
 Floats = npt.NDArray[np.float32]

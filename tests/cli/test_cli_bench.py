@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import sys
@@ -24,6 +23,7 @@ from forerun.cli.bench_probe import ForwardProbe, run_batch, run_decode_steps, r
 from forerun.measure import passage, speed
 from forerun.measure.speed import DecodeTrial, Setup, StepTime
 from reference.model_server import catalog_text
+from reference.scripts import loaded
 from reference.tiny import TinySpec, write_tiny_gguf
 
 SETUP = Setup("m", "0", "llama", 6_000_000_000, "cpu", 2, 4, "avx2", 2, "0", "forerun bench")
@@ -399,20 +399,7 @@ def test_a_context_that_is_too_short_is_said(
 
 @pytest.fixture(scope="module")
 def peers() -> Iterator[ModuleType]:
-    path = Path(__file__).parents[2] / "bench" / "peers.py"
-    if not path.exists():
-        pytest.skip("bench/ isn't part of this tree")
-    spec = importlib.util.spec_from_file_location("peers", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up by name.
-    sys.modules["peers"] = module
-    try:
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        del sys.modules["peers"]
+    yield from loaded(Path(__file__).parents[2] / "bench" / "peers.py")
 
 
 def test_peers_compares_two_workers(capsys: pytest.CaptureFixture[str], peers: ModuleType, model: Path) -> None:

@@ -18,7 +18,7 @@ from forerun.errors import ConstraintError, InvalidConstraintError, InvalidReque
 from reference.beams import log_probabilities
 from reference.plain_model import PlainModel
 from reference.speculation import emptied
-from reference.tiny import EOS_ID, TinySpec, write_tiny_gguf
+from reference.tiny import EOS_ID
 
 PROMPT = (250, 7, 33, 90, 120)
 CHOICES = ("yes", "no", "yes, but not now", "maybe", "mañana", "nothing")
@@ -28,11 +28,6 @@ SCHEMA = {
     "required": ["type", "size"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", TinySpec("llama", layers=2))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from forerun.engine.live import LiveRequest
 from forerun.errors import ConstraintError
 from reference.drafters import Scripted
 from reference.speculation import Unspeculated, check_sums, emptied, engine_for, same
-from reference.tiny import EOS_ID, TinySpec, write_tiny_gguf
+from reference.tiny import EOS_ID
 
 pytestmark = pytest.mark.usefixtures("steady_times")
 
@@ -34,16 +34,6 @@ NOTE: dict[str, Any] = {
     "required": ["type", "note"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", TinySpec("llama", layers=2))
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path) -> Unspeculated:
-    return Unspeculated(model)
 
 
 def greedy(constraint: Constraint, max_tokens: int = 60) -> SamplingParams:

@@ -18,7 +18,6 @@ from forerun import Engine, RequestOutput, SamplingParams
 from forerun.constrain import JsonSchema
 from forerun.sample.noise import nth_seed
 from reference.speculation import Unspeculated, emptied, engine_for, same
-from reference.tiny import TinySpec, write_tiny_gguf
 
 pytestmark = pytest.mark.usefixtures("steady_times")
 
@@ -95,16 +94,6 @@ CONDITIONS: dict[str, Condition] = {
     "suffix": Condition(_drafted("suffix"), draft="suffix"),
     "model drafter": Condition(_drafted("model"), draft="model"),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", TinySpec("llama", layers=2))
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path) -> Unspeculated:
-    return Unspeculated(model)
 
 
 def _engine(model: Path, condition: Condition) -> Engine:

@@ -24,7 +24,7 @@ from forerun.engine.masks import StepMasks
 from forerun.errors import ConstraintError, InvalidConstraintError, InvalidRequestError
 from reference.drafters import RandomTrees, Scripted
 from reference.speculation import Unspeculated, check_identities, emptied, engine_for, same
-from reference.tiny import EOS_ID, TinySpec, write_tiny_gguf
+from reference.tiny import EOS_ID
 
 pytestmark = pytest.mark.usefixtures("steady_times")
 
@@ -55,16 +55,6 @@ WAYS: dict[str, SamplingParams] = {
     "short": SamplingParams(max_tokens=7, temperature=0.9, seed=8),
 }
 PROMPT = (250, 7, 33, 90, 120)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", TinySpec("llama", layers=2))
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path) -> Unspeculated:
-    return Unspeculated(model)
 
 
 def check_text(name: str, output: RequestOutput) -> None:

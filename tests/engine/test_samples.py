@@ -11,10 +11,11 @@ import pytest
 from forerun import Engine, Piece, SamplingParams
 from forerun.constrain import Regex
 from forerun.engine.live import LiveRequest
+from forerun.sample.bad_words import token_sequences
 from forerun.sample.noise import nth_seed
 from reference.drafters import RandomTrees
 from reference.speculation import Unspeculated, emptied, engine_for, same
-from reference.tiny import VOCAB_SIZE, TinySpec, write_tiny_gguf
+from reference.tiny import VOCAB_SIZE
 
 pytestmark = pytest.mark.usefixtures("steady_times")
 
@@ -24,21 +25,12 @@ WAYS: dict[str, SamplingParams] = {
     "sampled": SAMPLED,
     "stops": replace(SAMPLED, stop=("e", "a"), stop_token_ids=tuple(range(0, 300, 9)), min_tokens=2),
     "penalties": replace(SAMPLED, frequency_penalty=0.8, repetition_penalty=1.2, logit_bias={5: 3.0}),
+    "bad words": replace(SAMPLED, bad_words=("e", [40, 41]), allowed_token_ids=tuple(range(0, 300, 2)), min_p=0.01),
     "greedy": replace(SAMPLED, temperature=0.0),
     "constraint": replace(SAMPLED, constraint=Regex("[a-m]{5,30}"), max_tokens=40),
     "one token": replace(SAMPLED, max_tokens=1),
     "eight": replace(SAMPLED, n=8, min_p=0.02),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", TinySpec("llama", layers=2))
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path) -> Unspeculated:
-    return Unspeculated(model)
 
 
 def each_alone(alone: Unspeculated, params: SamplingParams, prompt: tuple[int, ...] = PROMPT) -> list[Any]:
@@ -113,6 +105,21 @@ def test_the_prompt_is_computed_once_and_kept_once(model: Path, prefix_cache: bo
     handle.result()
     assert engine.stats().computed_tokens == len(PROMPT) + 4 + 5 * 7
     emptied(engine)
+
+
+def test_what_texts_have_in_common_is_prepared_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words become tokens with the first text; others that did it anew would hold up the step in which they begin."""
+    prepared = 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal prepared
+        prepared += 1
+        return token_sequences(*args, **options)
+
+    monkeypatch.setattr("forerun.engine.live.token_sequences", counted)
+    [output] = engine_for(model, "none").generate([PROMPT], replace(SAMPLED, bad_words=("e", "the"), n=6))
+    assert len(output.samples) == 6
+    assert prepared == 1
 
 
 def test_pieces_say_whose_they_are(model: Path, alone: Unspeculated) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -16,6 +15,7 @@ import pytest
 
 from forerun import Engine, RequestOutput
 from forerun.constrain.schema import JsonSchema
+from reference.scripts import loaded
 from reference.tiny import TinySpec, write_tiny_gguf
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -37,27 +37,14 @@ pytestmark = [
 ]
 
 
-def loaded(name: str) -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        del sys.modules[name]
-
-
 @pytest.fixture
 def texts() -> Iterator[ModuleType]:
-    yield from loaded("grammar_texts")
+    yield from loaded(BENCH / "grammar_texts.py")
 
 
 @pytest.fixture
 def stall() -> Iterator[ModuleType]:
-    yield from loaded("grammar_stall")
+    yield from loaded(BENCH / "grammar_stall.py")
 
 
 @pytest.fixture(scope="module")

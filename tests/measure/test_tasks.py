@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import re
 import sys
@@ -17,6 +16,7 @@ import pytest
 
 from forerun.errors import InvalidRequestError
 from forerun.measure.tasks import Task, families, groups, read_tasks
+from reference.scripts import loaded
 
 ROOT = Path(__file__).parents[2]
 TASKS = ROOT / "tasks"
@@ -36,16 +36,7 @@ def data(name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def maker() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("make_code_edit", TASKS / "make_code_edit.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_code_edit"] = module
-    try:
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        del sys.modules["make_code_edit"]
+    yield from loaded(TASKS / "make_code_edit.py")
 
 
 def code_of(prompt: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from forerun.constrain.bits import pack
 from forerun.sample.arrays import LateEdits, order_code
-from forerun.sample.masks import Masks, pack
+from forerun.sample.masks import Masks
 from forerun.sample.params import STAGES, Stage
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -12,24 +11,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from reference.scripts import loaded
+
 PATH = Path(__file__).parents[2] / "bench" / "sampling.py"
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    if not PATH.exists():
-        pytest.skip("bench/ isn't part of this tree")
-    spec = importlib.util.spec_from_file_location("bench_sampling", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up by name.
-    sys.modules["bench_sampling"] = module
-    try:
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        del sys.modules["bench_sampling"]
+    yield from loaded(PATH)
 
 
 def test_every_setting_is_printed_beside_the_reading(

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from forerun import _native
+from forerun.constrain.bits import pack, unpack
 from forerun.sample import NOT_FINITE, NOTHING_ALLOWED, transforms
 from forerun.sample.arrays import LateEdits, SpecArrays
-from forerun.sample.masks import Masks, pack, unpack
+from forerun.sample.masks import Masks
 from forerun.verify import node, rejection
 from reference import native
 from reference.rows import (

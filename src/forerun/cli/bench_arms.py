@@ -82,7 +82,7 @@ class ArmRunner:
 
     def warm_up(self, tasks: Sequence[Task]) -> None:
         """Maps weights, starts threads, compiles the schemas: a few tokens in each arm."""
-        self._constrained.compiler.prepare().result()
+        self._constrained.prepare_constraints()
         most, self._max_tokens = self._max_tokens, min(self._max_tokens, _WARM_TOKENS)
         try:
             measure.measure_group(tasks, 0, lambda group, arm: self._trial(group, arm, "warm"))

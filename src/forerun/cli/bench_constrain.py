@@ -12,8 +12,11 @@ from pathlib import Path
 import typer
 
 from forerun.cli.bench_setup import (
+    BATCH,
     JSON,
+    LIMIT,
     MODEL,
+    TASKS,
     THREADS,
     open_engine,
     print_setup,
@@ -49,17 +52,15 @@ _WIDTH = 100
 
 
 def constrain(
-    tasks_file: Path = typer.Option(
-        ..., "--tasks", metavar="FILE.jsonl", exists=True, dir_okay=False, readable=True, help="The tasks."
-    ),
+    tasks_file: Path = TASKS,
     model: str | None = MODEL,
     draft: str = DRAFT,
     draft_len: str = DRAFT_LENGTH,
-    limit: int | None = typer.Option(None, "--limit", min=1, help="Only the first so many tasks of each category."),
+    limit: int | None = LIMIT,
     max_tokens: int = typer.Option(
         512, "--max-tokens", min=1, max=1 << 20, help="Cap of every answer; a task's own counts where it is smaller."
     ),
-    batch: int = typer.Option(1, "--batch", min=1, max=256, help="Tasks of a category answered at a time."),
+    batch: int = BATCH,
     threads: int | None = THREADS,
     as_json: bool = JSON,
 ) -> None:

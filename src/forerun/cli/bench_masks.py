@@ -27,6 +27,7 @@ from forerun.models.download import resolve
 from forerun.models.source import open_model
 
 if TYPE_CHECKING:
+    from forerun.constrain.schema import Whitespace
     from forerun.constrain.spec import Constraint
 
 HELP = """Feed JSON instances through the masks of their schemas, token by token.
@@ -66,7 +67,7 @@ def masks(
 
     if whitespace not in ("compact", "flexible"):
         raise typer.BadParameter(f"{whitespace!r} is not compact or flexible", param_hint="--whitespace")
-    chosen: measure.Whitespace = "flexible" if whitespace == "flexible" else "compact"
+    chosen: Whitespace = "flexible" if whitespace == "flexible" else "compact"
     cases = measure.read_cases(cases_file, limit)
     name = model if model is not None else Catalog.load().default
     path = resolve(name, progress=pull_progress())
@@ -118,7 +119,7 @@ def masks(
         raise typer.Exit(1)
 
 
-def constraint_maker(whitespace: measure.Whitespace) -> Callable[[Any], Constraint]:
+def constraint_maker(whitespace: Whitespace) -> Callable[[Any], Constraint]:
     """What makes a constraint of a schema."""
     from forerun.constrain.schema import JsonSchema
 

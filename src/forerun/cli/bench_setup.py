@@ -31,6 +31,11 @@ MODEL = typer.Option(
     metavar="MODEL",
     help="Catalog name, .gguf file or Hugging Face folder; none means the default model.",
 )
+TASKS = typer.Option(
+    ..., "--tasks", metavar="FILE.jsonl", exists=True, dir_okay=False, readable=True, help="The tasks."
+)
+LIMIT = typer.Option(None, "--limit", min=1, help="Only the first so many tasks of each category.")
+BATCH = typer.Option(1, "--batch", min=1, max=256, help="Tasks of a category answered at a time.")
 THREADS = typer.Option(None, "--threads", min=1, max=256, help="Threads; by default one per physical core.")
 JSON = typer.Option(False, "--json", help="Print JSON.")
 

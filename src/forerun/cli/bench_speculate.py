@@ -16,8 +16,11 @@ import typer
 from rich.cells import cell_len, set_cell_size
 
 from forerun.cli.bench_setup import (
+    BATCH,
     JSON,
+    LIMIT,
     MODEL,
+    TASKS,
     THREADS,
     open_engine,
     print_setup,
@@ -61,20 +64,18 @@ _CATEGORY_WIDTH = 22
 
 
 def speculate(
-    tasks_file: Path = typer.Option(
-        ..., "--tasks", metavar="FILE.jsonl", exists=True, dir_okay=False, readable=True, help="The tasks."
-    ),
+    tasks_file: Path = TASKS,
     model: str | None = MODEL,
     draft: str = DRAFT,
     draft_len: str = DRAFT_LENGTH,
-    limit: int | None = typer.Option(None, "--limit", min=1, help="Only the first so many tasks of each category."),
+    limit: int | None = LIMIT,
     max_tokens: int = typer.Option(
         256, "--max-tokens", min=1, max=1 << 20, help="Cap of every answer; a task's own counts where it is smaller."
     ),
     temperature: float = typer.Option(
         0.0, "--temperature", "-t", help="0 is greedy; otherwise each task has a fixed seed."
     ),
-    batch: int = typer.Option(1, "--batch", min=1, max=256, help="Tasks of a category answered at a time."),
+    batch: int = BATCH,
     repeats: int = typer.Option(1, "--repeats", min=1, max=1000, help="Rounds over all tasks."),
     threads: int | None = THREADS,
     as_json: bool = JSON,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-import tokenizers
 from llguidance import LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
-from forerun.models.tokenizer import Tokenizer
+from forerun.constrain.bits import mask_of, mask_width
+from forerun.models.tokenizer import Tokenizer, literal_backend
 
 _GUARD: Final = "\x02"
 """Stands before a text that is encoded as the middle of one: no SentencePiece vocabulary joins it to what follows."""
@@ -37,7 +37,7 @@ class GrammarVocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.size = tokenizer.vocab_size
-        self.words = -(-self.size // 32)
+        self.words = mask_width(self.size)
         self.ends = tokenizer.eos_ids
         special = [index for index in range(self.size) if tokenizer.is_special(index)]
         pieces = [tokenizer.token_bytes(index) for index in range(self.size)]
@@ -45,8 +45,8 @@ class GrammarVocabulary:
             pieces[index] = b""
         self.token_bytes = tuple(pieces)
         digits = [index for index, piece in enumerate(pieces) if piece[:1].isdigit()]
-        self.end_bits = _bits(sorted(self.ends), self.words)
-        self.digit_bits = _bits(digits, self.words)
+        self.end_bits = mask_of(self.ends, self.size)
+        self.digit_bits = mask_of(digits, self.size)
         for bits in (self.end_bits, self.digit_bits):
             bits.setflags(write=False)
         self.backend = LLTokenizer(
@@ -72,7 +72,9 @@ class _Face:
         self._ids = {piece: index for index, piece in reversed(list(enumerate(pieces))) if piece}
         self._longest_piece = max(map(len, pieces))
         self._guard = [] if tokenizer.vocabulary.byte_level else tokenizer.encode_plain(_GUARD)
-        self._unnormalized = _without_normalizer(tokenizer) if tokenizer.vocabulary.byte_level else None
+        backend = tokenizer.vocabulary.backend
+        changes = tokenizer.vocabulary.byte_level and backend.normalizer is not None
+        self._unnormalized = literal_backend(backend, normalizes=False) if changes else None
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Ids of a text as the model writes it in the middle of a longer one, of just these bytes where possible."""
@@ -103,25 +105,3 @@ class _Face:
 
     def _spell(self, ids: list[int]) -> bytes:
         return b"".join(map(self._pieces.__getitem__, ids))
-
-
-def _without_normalizer(tokenizer: Tokenizer) -> tokenizers.Tokenizer | None:
-    """The model's way to cut a text into tokens, without changing its characters first; None if it changes none."""
-    backend = tokenizer.vocabulary.backend
-    if backend.normalizer is None:
-        return None
-    plain = tokenizers.Tokenizer(backend.model)
-    if backend.pre_tokenizer is not None:
-        plain.pre_tokenizer = backend.pre_tokenizer
-    added = backend.get_added_tokens_decoder()
-    plain.add_tokens([added[index] for index in sorted(added)])
-    plain.encode_special_tokens = True
-    return plain
-
-
-def _bits(tokens: list[int], words: int) -> NDArray[np.uint32]:
-    """uint32[words] with bit t % 32 of word t // 32 set for each of `tokens`."""
-    index = np.asarray(tokens, dtype=np.int64)
-    bits = np.zeros(words, dtype=np.uint32)
-    np.bitwise_or.at(bits, index >> 5, np.uint32(1) << (index & 31).astype(np.uint32))
-    return bits

@@ -292,13 +292,11 @@ def cells_of(tree: DraftTree) -> list[int]:
     Drawn tokens go by depth, too: a cut that depends on what was drawn would change the distribution of the answer.
     """
     confidence = tree.confidence
-    if tree.q is None and len(confidence) == len(tree.tokens):
-        cells = [_RANGE[int(c * 32)] if 0 <= c <= 1 else -1 for c in confidence]
-        if -1 not in cells:
-            cells[: tree.settled] = [_CERTAIN] * tree.settled
-            return cells
-    last = _RANGES + _DEPTHS - 1
-    depths = range(len(tree.tokens)) if tree.is_chain else tree.depths()
-    cells = [min(_RANGES + depth, last) for depth in depths]
+    if tree.q is None and len(confidence) == len(tree.tokens) and all(0 <= c <= 1 for c in confidence):
+        cells = [_RANGE[int(c * 32)] for c in confidence]
+    else:
+        last = _RANGES + _DEPTHS - 1
+        depths = range(len(tree.tokens)) if tree.is_chain else tree.depths()
+        cells = [min(_RANGES + depth, last) for depth in depths]
     cells[: tree.settled] = [_CERTAIN] * tree.settled
     return cells

@@ -27,13 +27,11 @@ class AwaitedGrammars:
         """The request waits for this."""
         self._futures[live] = grammar
 
-    def drop(self, live: LiveRequest) -> bool:
-        """The request doesn't wait any more, nor need its grammar be compiled for it; returns whether it did wait."""
+    def drop(self, live: LiveRequest) -> None:
+        """The request doesn't wait any more, if it did, nor need its grammar be compiled for it."""
         grammar = self._futures.pop(live, None)
-        if grammar is None:
-            return False
-        grammar.cancel()
-        return True
+        if grammar is not None:
+            grammar.cancel()
 
     def ready(self) -> Iterator[Ready]:
         """Takes out the requests that have waited long enough, one by one in the order of their submission."""

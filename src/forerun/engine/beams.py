@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun import _native
+from forerun.constrain.bits import unpack
 from forerun.engine.beam_output import BeamBlocks, BeamOutput, BeamSequence
 from forerun.engine.beam_rules import BeamRules, Candidate, Ending
 from forerun.engine.choose import Walk, not_numbers
@@ -29,7 +30,6 @@ from forerun.engine.tally import Tally
 from forerun.engine.text import TextStream
 from forerun.errors import ConstraintError, ForerunError, InvalidRequestError, NumericalError
 from forerun.models.tokenizer import Tokenizer
-from forerun.sample.masks import unpack
 from forerun.sample.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -347,7 +347,7 @@ class Engine:
     def prepare_constraints(self, *constraints: Constraint) -> None:
         """Builds what all constraints share, compiles these, and waits for it, so that no request has to.
 
-        What is shared takes most of a second for a vocabulary of 152k, during which no other thread gets on: a server
+        What is shared takes noticeably long for a large vocabulary, and no other thread gets on meanwhile: a server
         calls this before it serves. Compiled constraints are kept, as many as fit in a cache. Raises
         `InvalidConstraintError` for one that can't be compiled.
         """

@@ -17,7 +17,7 @@ _SETTLED, _GUESSED = 0.99, 0.9
 def forced_draft(grammar: GrammarState, budget: int) -> DraftTree:
     """The text that must come next, in the model's own tokenization, as a chain of at most `budget` tokens.
 
-    It is verified like any draft: where the model would spell the text with other tokens, it does.
+    It is verified like any draft. Tokens that may still change with what follows are the model's to choose.
     """
     tokens, settled = grammar.forced_text(budget)
     if not tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from forerun.constrain.bits import Words, mask_of
 from forerun.constrain.compiler import Grammar
 from forerun.constrain.state import GrammarState
 from forerun.draft.base import DraftTree
@@ -18,7 +19,6 @@ from forerun.errors import ConstraintError, ForerunError, InvalidRequestError
 from forerun.models.tokenizer import Tokenizer
 from forerun.sample.bad_words import token_sequences
 from forerun.sample.edits import LogitEdits
-from forerun.sample.masks import mask_of
 from forerun.sample.noise import nth_seed
 from forerun.sample.params import SamplingParams
 
@@ -45,32 +45,32 @@ class LiveRequest:
     """
 
     def __init__(
-        self, request: Request, params: SamplingParams, seed: int, tokenizer: Tokenizer, index: int = 0
+        self,
+        request: Request,
+        params: SamplingParams,
+        seed: int,
+        tokenizer: Tokenizer,
+        *,
+        twin: LiveRequest | None = None,
     ) -> None:
+        """`twin`: another text of the same prompt and parameters, whose preparations serve this one, too."""
         self.request = request
         self.params = params
         self.seed = seed
         self._tokenizer = tokenizer
         ends = frozenset() if params.ignore_eos else tokenizer.eos_ids
         self._ends = ends | frozenset(params.stop_token_ids)
-        banned = sorted(self._ends) if params.min_tokens else []
-        if len(banned) >= tokenizer.vocab_size:
-            raise InvalidRequestError(
-                f"min_tokens={params.min_tokens}, but every token of the vocabulary ends the text; give fewer "
-                "stop_token_ids"
-            )
-        bad_words = token_sequences(params.bad_words, tokenizer.encode_plain, adds_space=tokenizer.strip_space)
-        self.edits = LogitEdits.of(params, request.prompt_ids, banned, bad_words)
+        self.edits = self._prepared_edits() if twin is None else twin._edits_at_start()
         self.speculate = False
         self.traced = False
         self.draft_key: int | None = None
         self.tally = Tally()
         self.grammar: GrammarState | None = None
         self.grammar_seconds = 0.0
-        self.allowed = None
+        self.allowed: Words | None = None
         if params.allowed_token_ids is not None:
-            self.allowed = mask_of(params.allowed_token_ids, tokenizer.vocab_size)
-        self.index = index
+            self.allowed = mask_of(params.allowed_token_ids, tokenizer.vocab_size) if twin is None else twin.allowed
+        self.index = 0
         self.group = [self]
         self.n_missing = params.n - 1
         self._compiled: Grammar | None = None
@@ -91,6 +91,25 @@ class LiveRequest:
         self._ended: float | None = None
         self._end_taken = False
         self._error: ForerunError | None = None
+
+    def _prepared_edits(self) -> LogitEdits | None:
+        params, tokenizer = self.params, self._tokenizer
+        banned = sorted(self._ends) if params.min_tokens else []
+        if len(banned) >= tokenizer.vocab_size:
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens}, but every token of the vocabulary ends the text; give fewer "
+                "stop_token_ids"
+            )
+        bad_words = token_sequences(params.bad_words, tokenizer.encode_plain, adds_space=tokenizer.strip_space)
+        return LogitEdits.of(params, self.request.prompt_ids, banned, bad_words)
+
+    def _edits_at_start(self) -> LogitEdits | None:
+        """The edits as they were before any output."""
+        if self.edits is None:
+            return None
+        edits = self.edits.fork()
+        edits.truncate(0)
+        return edits
 
     @property
     def needs_logits(self) -> bool:
@@ -187,7 +206,8 @@ class LiveRequest:
 
     def branch(self, request: Request, index: int) -> LiveRequest:
         """The state of another text of the same prompt, `request` having been branched off from this one's."""
-        twin = LiveRequest(request, self.params, nth_seed(self.seed, index), self._tokenizer, index)
+        twin = LiveRequest(request, self.params, nth_seed(self.seed, index), self._tokenizer, twin=self)
+        twin.index = index
         twin.speculate, twin.traced = self.speculate, self.traced
         if self._compiled is not None:
             twin.constrain(self._compiled)

@@ -8,14 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from forerun.constrain.bits import Words, mask_width
 from forerun.errors import ConstraintError
 
 if TYPE_CHECKING:
     from forerun.engine.choose import Walk
-
-Masks = npt.NDArray[np.uint32]
 
 
 def grammar_failed(request_id: str, error: BaseException) -> ConstraintError:
@@ -40,8 +38,8 @@ class StepMasks:
     """
 
     def __init__(self, vocab_size: int) -> None:
-        self._width = -(-vocab_size // 32)
-        self.words: Masks = np.zeros((0, self._width), dtype=np.uint32)
+        self._width = mask_width(vocab_size)
+        self.words: Words = np.zeros((0, self._width), dtype=np.uint32)
         self.seconds = 0.0
         self._worker: ThreadPoolExecutor | None = None
         self._filling: Future[None] | None = None

@@ -156,7 +156,7 @@ class Speculator:
             forced = _grammatical(lives[i], partial(forced_draft, budget=granted[place]))
             if forced:
                 proposed[i] = forced
-                granted[place] = granted[place] - len(forced) if self.drafter.reads_ahead else 0
+                granted[place] = rows[i].draft_count - len(forced) if self.drafter.reads_ahead else 0
         budgets = self.pace.budget([key for _, key in asked], granted, n_tokens, n_deciding)
         wanted = [(i, key, budget) for (i, key), budget in zip(asked, budgets, strict=True) if budget > 0]
         views = [
@@ -174,11 +174,11 @@ class Speculator:
                     proposed[i] = _grammatical(lives[i], partial(cut_to_grammar, tree=proposed[i]))
         if not proposed:
             return
-        keys = [key for i, key in asked if i in proposed]
-        rows_drafted = [i for i, _ in asked if i in proposed]
-        lengths = [len(lives[i].request.tokens) for i in rows_drafted]
-        kept = self.pace.cut(keys, lengths, [proposed[i] for i in rows_drafted], n_tokens)
-        for i, tree in [(i, proposed[i].first(n)) for i, n in zip(rows_drafted, kept, strict=True)]:
+        drafted = [(i, key) for i, key in asked if i in proposed]
+        lengths = [len(lives[i].request.tokens) for i, _ in drafted]
+        kept = self.pace.cut([key for _, key in drafted], lengths, [proposed[i] for i, _ in drafted], n_tokens)
+        chosen = [(i, proposed[i].first(n)) for (i, _), n in zip(drafted, kept, strict=True)]
+        for i, tree in chosen:
             trees[i] = tree
 
     def verdict(self, live: LiveRequest, tree: DraftTree, path: Sequence[int]) -> None:

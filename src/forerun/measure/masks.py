@@ -17,21 +17,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from forerun.errors import ConstraintError, ConstraintWarning, InvalidConstraintError, InvalidRequestError
+from forerun.constrain.bits import mask_width
+from forerun.errors import ConstraintError, ConstraintWarning, InvalidConstraintError
+from forerun.measure.jsonl import Named, read_entries
 from forerun.measure.speculate import ALL, quantile
 
 if TYPE_CHECKING:
     from forerun.constrain.compiler import GrammarCompiler
+    from forerun.constrain.schema import Whitespace
     from forerun.constrain.spec import Constraint
     from forerun.constrain.state import GrammarState
     from forerun.models.tokenizer import Tokenizer
 
-Whitespace = Literal["compact", "flexible"]
 OTHER = "other"
 """The reason of a refusal that no single keyword is to blame for."""
 _SHOWN = 160
@@ -224,37 +226,9 @@ def read_cases(path: Path, limit: int | None = None) -> list[Case]:
 
     Raises `InvalidRequestError`, which names the line, for a file that can't be read or holds anything else.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InvalidRequestError(f"the schema file {path} can't be read: {error.strerror}; check the path") from error
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(
-            f"the schema file {path} isn't UTF-8 (byte {error.start}); convert it first"
-        ) from error
-    cases: dict[str, Case] = {}
-    taken: Counter[str] = Counter()
-    # Not splitlines(): a JSON string may hold U+2028.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            case = _case(json.loads(line))
-        except json.JSONDecodeError as error:
-            # Its own text counts lines within this line.
-            raise InvalidRequestError(
-                f"line {number} of {path} is no JSON: {error.msg} (column {error.colno})"
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"line {number} of {path} is no schema with tests: {error}") from error
-        if case.case_id in cases:
-            raise InvalidRequestError(f"line {number} of {path}: the schema {case.case_id!r} is there twice")
-        taken[case.category] += 1
-        if limit is None or taken[case.category] <= limit:
-            cases[case.case_id] = case
-    if not cases:
-        raise InvalidRequestError(f"the schema file {path} has no schemas")
-    return list(cases.values())
+    return read_entries(
+        path, "schema", _case, lambda case: Named(case.case_id, case.category), limit, expected="schema with tests"
+    )
 
 
 def texts_of(data: Any, whitespace: Whitespace) -> dict[str, str]:
@@ -325,7 +299,7 @@ def check(
             return result
         finally:
             result.notices = [str(one.message) for one in caught if issubclass(one.category, ConstraintWarning)]
-    mask = np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.uint32)
+    mask = np.zeros(mask_width(tokenizer.vocab_size), dtype=np.uint32)
     for n, instance in enumerate(case.instances):
         wrong: list[Finding] = []
         for form, text in texts_of(instance.data, whitespace).items():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from forerun.errors import InvalidRequestError
+from forerun.measure.jsonl import Named, read_entries
 
 CHAT = "chat"
 SPEC_BENCH_CATEGORIES: Mapping[str, str] = MappingProxyType(
@@ -45,35 +44,7 @@ def read_tasks(path: Path, limit: int | None = None) -> list[Task]:
     Raises `InvalidRequestError`, which names the line, for what is neither, for control characters in ids and
     categories, for texts that UTF-8 can't hold, and for files without tasks.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InvalidRequestError(f"the task file {path} can't be read: {error.strerror}; check the path") from error
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"the task file {path} isn't UTF-8 (byte {error.start}); convert it first") from error
-    tasks: dict[str, Task] = {}
-    taken: dict[str, int] = {}
-    # Not splitlines(): a JSON string may hold U+2028.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            task = _task(json.loads(line))
-        except json.JSONDecodeError as error:
-            # Its own text counts lines within this line.
-            raise InvalidRequestError(
-                f"line {number} of {path} is no JSON: {error.msg} (column {error.colno})"
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"line {number} of {path} is no task: {error}") from error
-        if task.task_id in tasks:
-            raise InvalidRequestError(f"line {number} of {path}: the task {task.task_id!r} is there twice")
-        taken[task.category] = taken.get(task.category, 0) + 1
-        if limit is None or taken[task.category] <= limit:
-            tasks[task.task_id] = task
-    if not tasks:
-        raise InvalidRequestError(f"the task file {path} has no tasks")
-    return list(tasks.values())
+    return read_entries(path, "task", _task, lambda task: Named(task.task_id, task.category), limit)
 
 
 def groups(tasks: Sequence[Task], size: int) -> list[list[Task]]:

@@ -57,7 +57,7 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary: Final = vocabulary
         self._alphabet: Final = _byte_alphabet()
-        self._plain: Final = _without_special_parsing(vocabulary.backend)
+        self._plain: Final = literal_backend(vocabulary.backend)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
@@ -217,10 +217,14 @@ def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
         ) from error
 
 
-def _without_special_parsing(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A second face of the same model to which special tokens are ordinary text."""
+def literal_backend(backend: tokenizers.Tokenizer, *, normalizes: bool = True) -> tokenizers.Tokenizer:
+    """A second face of the same model to which special tokens are ordinary text.
+
+    Without `normalizes` a text's characters stay as they are. Raises ModelFormatError for added
+    tokens whose ids don't follow from their order.
+    """
     plain = tokenizers.Tokenizer(backend.model)
-    if backend.normalizer is not None:
+    if normalizes and backend.normalizer is not None:
         plain.normalizer = backend.normalizer
     if backend.pre_tokenizer is not None:
         plain.pre_tokenizer = backend.pre_tokenizer

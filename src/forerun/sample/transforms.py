@@ -41,8 +41,8 @@ from typing import Final, NamedTuple, Required, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from forerun.constrain.bits import Words, unpack
 from forerun.sample.arrays import LateEdits
-from forerun.sample.masks import Words, unpack
 from forerun.sample.noise import LN2_HIGH, LN2_LOW, Float32s, Int32s, gumbel
 from forerun.sample.params import STAGES, Stage
 

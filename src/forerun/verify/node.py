@@ -7,7 +7,7 @@ from typing import NamedTuple, Unpack
 
 import numpy as np
 
-from forerun.sample.masks import Words
+from forerun.constrain.bits import Words
 from forerun.sample.noise import Float32s, Stream, noise_key, stream_seed
 from forerun.sample.transforms import Knobs, check_row, exp32, masked, sample, transformed
 from forerun.verify.draws import acceptance_uniforms, residual_uniforms
