@@ -13,7 +13,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from forerun import _native
-from forerun.sample import NOTHING_ALLOWED, LogitEdits, SamplingParams, arrays, masks, transforms
+from forerun.constrain import bits
+from forerun.sample import NOTHING_ALLOWED, LogitEdits, SamplingParams, arrays, transforms
 from forerun.sample.arrays import LateEdits, order_code
 from forerun.sample.masks import Masks
 from forerun.sample.params import STAGES, Stage
@@ -166,14 +167,14 @@ def test_greedy_takes_the_largest_logit_that_the_penalties_leave_in_any_order():
 def test_masks_are_packed_low_bits_first(V):
     rng = np.random.default_rng(V)
     allowed = rng.random((5, V)) < 0.4
-    words = masks.pack(allowed)
-    assert words.shape == (5, masks.mask_width(V))
+    words = bits.pack(allowed)
+    assert words.shape == (5, bits.mask_width(V))
     assert words.dtype == np.uint32
-    for row, bits in zip(allowed, words, strict=True):
-        assert row.tolist() == [bool(int(bits[t // 32]) >> t % 32 & 1) for t in range(V)]
-        assert sum(int(word).bit_count() for word in bits) == row.sum()
-        assert np.array_equal(masks.mask_of(np.flatnonzero(row).tolist(), V), bits)
-    assert np.array_equal(masks.unpack(words, V), allowed)
+    for row, mask in zip(allowed, words, strict=True):
+        assert row.tolist() == [bool(int(mask[t // 32]) >> t % 32 & 1) for t in range(V)]
+        assert sum(int(word).bit_count() for word in mask) == row.sum()
+        assert np.array_equal(bits.mask_of(np.flatnonzero(row).tolist(), V), mask)
+    assert np.array_equal(bits.unpack(words, V), allowed)
 
 
 @pytest.mark.parametrize("isa", _native.sample_isas())
@@ -182,7 +183,7 @@ def test_only_what_the_mask_allows_is_chosen(isa, temperature):
     rng = np.random.default_rng(4)
     logits = (rng.standard_normal((1, 131)) * 3).astype(np.float32)
     for token in range(131):
-        only = Masks(masks.mask_of([token], 131)[None], np.zeros(1, np.int32))
+        only = Masks(bits.mask_of([token], 131)[None], np.zeros(1, np.int32))
         assert native.sample(logits, [0], masks=only, temperature=temperature, isa=isa)[0] == token
     nothing = Masks(np.zeros((1, 5), np.uint32), np.zeros(1, np.int32))
     assert native.sample(logits, [0], masks=nothing, temperature=temperature, isa=isa)[0] == NOTHING_ALLOWED
@@ -196,7 +197,7 @@ def test_bits_past_the_vocabulary_are_never_read():
 
 def test_what_a_mask_forbids_may_be_no_number():
     logits = np.array([[np.nan, 1, np.inf, 0]], np.float32)
-    only = Masks(masks.mask_of([1, 3], 4)[None], np.zeros(1, np.int32))
+    only = Masks(bits.mask_of([1, 3], 4)[None], np.zeros(1, np.int32))
     assert set(native.sample(logits, [0] * 50, masks=Masks(only.words, np.zeros(50, np.int32)),
                              position=np.arange(50)).tolist()) == {1, 3}  # fmt: skip
 
@@ -214,10 +215,10 @@ def native_disagrees(change: Callable[[dict[str, Any]], None]) -> bool:
         knobs: dict[str, Any] = {
             "temperature": 1.5, "top_k": 30, "top_p": 0.8, "min_p": 0.05, "typical_p": 0.6, "order": order,
         }  # fmt: skip
-        expected = transforms.sample(logits, masks.pack(allowed), seed=9, position=position, **knobs)
+        expected = transforms.sample(logits, bits.pack(allowed), seed=9, position=position, **knobs)
         given = {**knobs, "allowed": allowed}
         change(given)
-        words = Masks(masks.pack(given.pop("allowed"))[None], np.zeros(1, np.int32))
+        words = Masks(bits.pack(given.pop("allowed"))[None], np.zeros(1, np.int32))
         given["order"] = order_code(given["order"])
         if native.sample(logits[None], [0], masks=words, seed=9, position=position, **given)[0] != expected:
             return True
