@@ -105,6 +105,22 @@ def test_a_drafter_is_told_what_is_forced_if_it_can_look_past_it(tiny: Path, rea
         assert budget + len(ahead) <= 9
 
 
+@pytest.mark.parametrize("chunk", [6, 64])
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_forced_beginning_comes_with_the_last_of_the_prompt(tiny: Path, chunk: int, cached: bool) -> None:
+    drafter = Scripted(lambda _: [])
+    engine = engine_for(tiny, drafter, 6, prefix_cache=cached, max_rows=2, max_step_tokens=chunk)
+    prompt = list(range(65, 65 + 20))
+    params = SamplingParams(max_tokens=20, constraint=Regex("abc(x|y)z"), temperature=1.0, seed=3)
+    for _ in range(2):
+        first = next(iter(engine.stream(prompt, params)))
+        assert len(first.token_ids) >= 3
+        both = SamplingParams(max_tokens=20, constraint=Regex("abc(x|y)z"), temperature=1.0, seed=3, n=2)
+        [output], [plain] = engine.generate([prompt], both), engine.generate([prompt], both, speculate=False)
+        assert [sample.token_ids for sample in output.samples] == [sample.token_ids for sample in plain.samples]
+        assert output.stats.speculation.decisions <= 3 < plain.stats.speculation.decisions
+
+
 def test_joined_trees_hang_on_the_end_of_the_chain() -> None:
     forced = DraftTree.chain([5, 6], (0.99, 0.99), drafter="grammar")
     tree = DraftTree([7, 8, 9], [-1, -1, 0], (0.5, 0.3, 0.2), drafter="suffix")

@@ -29,8 +29,8 @@ PROMPT, FIRST = 200, ord("!")
 """A prompt of one token, and the one that its own step writes."""
 IDS = tuple(b"abcd")
 LEGAL = 3
-"""The last of IDS is never allowed, nor is one of them twice in a row; so nothing is ever forced."""
-CONSTRAINT = Regex("!(a(b[ac]|c[ab])|b(a[bc]|c[ab])|c(a[bc]|b[ac]))")
+"""The last of IDS is never allowed, nor is one of them twice in a row; so nothing is ever forced, nor is FIRST."""
+CONSTRAINT = Regex("[!?](a(b[ac]|c[ab])|b(a[bc]|c[ab])|c(a[bc]|b[ac]))")
 ROW_OF = {97: 0, 98: 1, 99: 2, 100: 3, FIRST: 4}
 P = np.array([
     [0.2, 0.6, 0.1, 0.1], [0.5, 0.2, 0.2, 0.1], [0.5, 0.2, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25], [0.6, 0.2, 0.1, 0.1]

@@ -37,7 +37,8 @@ class LiveRequest:
         draft_key: names the request to drafter and pace; None: it hasn't drafted yet.
         tally: counts of drafting and verification.
         grammar: where the text stands in its grammar; None without a constraint.
-        grammar_seconds: what the last step spent on it, masks aside.
+        grammar_seconds: what was spent on it since the last step, masks aside.
+        opening: what the grammar forces at the beginning, as a draft; None until it is asked for.
         allowed: uint32[ceil(V / 32)], the only tokens that may be chosen, as packed bits; None: all.
         index: which of the texts of its group it is.
         group: the texts that one submission asked for, as far as they have begun.
@@ -67,6 +68,7 @@ class LiveRequest:
         self.tally = Tally()
         self.grammar: GrammarState | None = None
         self.grammar_seconds = 0.0
+        self.opening: DraftTree | None = None
         self.allowed: Words | None = None
         if params.allowed_token_ids is not None:
             self.allowed = mask_of(params.allowed_token_ids, tokenizer.vocab_size) if twin is None else twin.allowed

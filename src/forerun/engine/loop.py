@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -192,7 +193,7 @@ class Loop:
     def _step(self, began: float) -> None:
         speculator, scheduler = self.speculator, self.scheduler
         # plan
-        wishes = speculator.wishes(self.live[r.request_id] for r in scheduler.running) if speculator else None
+        wishes = speculator.wishes(self._next_up()) if speculator else None
         plan = scheduler.plan(wishes)
         for request in plan.preempted:
             self.batch.leave(request)
@@ -203,7 +204,6 @@ class Loop:
         lives = [self.live[row.request.request_id] for row in rows]
         for live in lives:
             live.started(began)
-            live.grammar_seconds = 0.0
         # draft
         planned = time.perf_counter()
         trees: Sequence[DraftTree] = [NO_DRAFT] * len(rows)
@@ -254,8 +254,15 @@ class Loop:
         self.tally.seconds(seconds)
         for live in lives:
             live.tally.seconds(seconds)
+            live.grammar_seconds = 0.0
         if speculator:
             speculator.step(len(step.tokens), seconds)
+
+    def _next_up(self) -> Iterator[LiveRequest]:
+        """Whoever may have a row in the next step."""
+        scheduler = self.scheduler
+        queue = itertools.islice(scheduler.waiting, max(scheduler.max_rows - len(scheduler.running), 0))
+        return (self.live[request.request_id] for request in itertools.chain(scheduler.running, queue))
 
     def _commit(self, row: RowPlan, live: LiveRequest, tree: DraftTree, walk: Walk | None, now: float) -> None:
         if walk is None:

@@ -27,7 +27,12 @@ class Decision(NamedTuple):
 
 class Pace(Protocol):
     """Chooses draft lengths. Called by the engine's loop in this order: `wish`, then after planning `budget`, after
-    drafting `cut`, after verification `verdict` for each drafted row and `step` once."""
+    drafting `cut`, after verification `verdict` for each drafted row and `step` once.
+
+    max_draft: the most nodes of a request in a step.
+    """
+
+    max_draft: int
 
     def begin(self, key: int, tokens: Sequence[int] | None = None) -> None:
         """A request that may draft starts. `tokens` is its live list of committed tokens, prompt first, if there is
@@ -68,7 +73,7 @@ class FixedPace:
     """Always the same length, or what the drafter has of it."""
 
     def __init__(self, length: int) -> None:
-        self.length = length
+        self.max_draft = length
         self._last: dict[int, Decision] = {}
 
     def begin(self, key: int, tokens: Sequence[int] | None = None) -> None:
@@ -76,7 +81,7 @@ class FixedPace:
 
     def wish(self, key: int) -> int:  # noqa: ARG002
         """The fixed length."""
-        return self.length
+        return self.max_draft
 
     def budget(
         self,
@@ -100,7 +105,7 @@ class FixedPace:
     ) -> list[int]:
         """Whole trees."""
         for key, position, tree in zip(keys, positions, trees, strict=True):
-            self._last[key] = Decision(key, position, len(tree), (), f"fixed at {self.length}")
+            self._last[key] = Decision(key, position, len(tree), (), f"fixed at {self.max_draft}")
         return [len(tree) for tree in trees]
 
     def verdict(self, key: int, tree: DraftTree, accepted: Sequence[int]) -> None:

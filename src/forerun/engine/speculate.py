@@ -20,7 +20,7 @@ from forerun.draft.base import MAX_NODES, NO_DRAFT, Drafter, DraftRow, DraftTree
 from forerun.engine.forced import cut_to_grammar, forced_draft, joined
 from forerun.engine.live import LiveRequest
 from forerun.engine.pace import Pace
-from forerun.engine.request import Request, RowPlan
+from forerun.engine.request import Request, RequestState, RowPlan
 from forerun.engine.tally import StepSeconds
 from forerun.errors import DraftError, DraftWarning
 
@@ -109,14 +109,23 @@ class Speculator:
         self._guarded(lambda: self.drafter.free(key, tuple(live.request.tokens)))
 
     def wishes(self, lives: Iterable[LiveRequest]) -> dict[Request, int]:
-        """The most draft tokens that each request could use; only those whose next step is a decode are asked."""
+        """The most draft tokens that each request could use: those whose next step is a decode, and those whose prompt
+        may end in it and whose text has a forced beginning."""
         return self._guarded(lambda: self._wishes(lives)) or {}
 
     def _wishes(self, lives: Iterable[LiveRequest]) -> dict[Request, int]:
         wishes: dict[Request, int] = {}
         for live in lives:
             request = live.request
-            if live.speculate and len(request.tokens) - request.num_computed == 1:
+            if not live.speculate:
+                continue
+            if live.draft_key is None and not request.n_output:
+                if live.opening is None:
+                    live.opening = _grammatical(live, partial(forced_draft, budget=self.pace.max_draft))
+                if live.opening:
+                    wishes[request] = len(live.opening)
+                    continue
+            if request.state is RequestState.RUNNING and len(request.tokens) - request.num_computed == 1:
                 key = self._begin(live) if live.draft_key is None else live.draft_key
                 wish = min(self.pace.wish(key), MAX_NODES)
                 if wish > 0:
@@ -131,6 +140,9 @@ class Speculator:
         asked = [
             (i, live.draft_key) for i, live in enumerate(lives) if rows[i].draft_count and live.draft_key is not None
         ]
+        for i, live in enumerate(lives):
+            if rows[i].draft_count and live.draft_key is None and live.opening is not None:
+                trees[i] = live.opening.first(rows[i].draft_count)
         if asked:
             self._guarded(lambda: self._fill(trees, asked, rows, lives))
             for i, key in asked:
