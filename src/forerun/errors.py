@@ -72,6 +72,18 @@ class ConstraintWarning(UserWarning):
     """A constraint says something that has no effect on the text, such as a keyword that JSON Schema doesn't know."""
 
 
+class PlanError(ForerunError, ValueError):
+    """Something given to the planner is missing, out of range, or contradicts something else.
+
+    Attributes:
+        field: what it is about, by the name of the option, argument or key ("batch", "config.json: hidden_size").
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
 class DraftError(ForerunError, RuntimeError):
     """A drafter raised, or proposed something that is no tree."""
 

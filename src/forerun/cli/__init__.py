@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "run": "forerun.cli.run",
         "models": "forerun.cli.models",
         "bench": "forerun.cli.bench",
+        "plan": "forerun.cli.plan",
     }
 )
 

@@ -1,0 +1,19 @@
+"""`forerun plan`: what a step costs, whether speculation pays, and how far to draft."""
+
+from __future__ import annotations
+
+import typer
+
+from forerun.cli import plan_step
+
+HELP = """Price models, drafters and claims from first principles: no GPU, no weights.
+
+Each command prints a table; --explain prints how its numbers come about, --json the same as data."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command group."""
+    group = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
+    for module in (plan_step,):
+        module.register(group)
+    app.add_typer(group, name="plan")

@@ -1,0 +1,82 @@
+"""`forerun plan step`: the time of a step by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from forerun.cli.plan_setup import EXPLAIN, JSON, PlanSetup, planned
+from forerun.cli.plan_view import (
+    derivation_json,
+    milliseconds,
+    print_derivation,
+    print_json,
+    print_setup,
+    print_table,
+    quantity,
+)
+
+HELP = """The time of one step: bytes, FLOPs, seconds of each phase, and which of them is the limit.
+
+--json prints command, setup, batch, queries, context, seconds, forward_seconds, bound, tokens_per_s,
+experts_touched, parts (name, bound, seconds, memory_seconds, compute_seconds, weight_bytes, kv_bytes, activation_bytes,
+flops, link_bytes), and with --explain derivation (symbol, value, unit, formula, source)."""
+
+
+def register(group: typer.Typer) -> None:
+    """Add the command."""
+    group.command("step", help=HELP)(planned(step))
+
+
+def step(
+    setup: PlanSetup,
+    batch: int = typer.Option(1, "--batch", "-b", help="Sequences that share the step."),
+    queries: int = typer.Option(1, "--queries", "-q", help="New tokens of each: 1 plain, 1 + drafts to verify."),
+    context: int = typer.Option(1000, "--context", "-c", help="Cached tokens of each."),
+    explain: bool = EXPLAIN,
+    as_json: bool = JSON,
+) -> None:
+    """The command."""
+    from forerun.plan.explain import explain_forward
+    from forerun.plan.memory import check_fits
+    from forerun.plan.steptime import Load, forward_time
+
+    network, where = setup.model.network, setup.deployment
+    load = Load(batch, queries, context)
+    forward = forward_time(network, where, load)
+    check_fits(network, where, batch=batch, context=context + queries)
+    seconds = forward.seconds + where.eff.step_us * 1e-6
+    derivation = explain_forward(forward) if explain else None
+    if as_json:
+        body = {
+            **load._asdict(),
+            "seconds": seconds,
+            "forward_seconds": forward.seconds,
+            "bound": forward.bound,
+            "tokens_per_s": batch / seconds if queries == 1 else None,
+            "experts_touched": forward.experts_touched,
+            "parts": [part._asdict() for part in forward.parts],
+        }
+        body.pop("scored")
+        print_json("step", setup, {**body, "derivation": derivation_json(derivation)} if derivation else body)
+        return
+    print_setup(setup)
+    typer.echo(f"{batch} sequences, {queries} new tokens each after {context} cached ones")
+    rows: list[Sequence[str]] = []
+    for part in forward.parts:
+        rows.append((
+            part.name, f"{part.seconds * 1e3:.3f}", f"{part.seconds / seconds:.0%}", part.bound,
+            quantity(part.bytes, "B") if part.bytes else "-", quantity(part.flops, "") if part.flops else "-",
+            quantity(part.link_bytes, "B") if part.link_bytes else "-",
+        ))  # fmt: skip
+    besides = where.eff.step_us * 1e-6
+    rows.append(("beside the forward", f"{besides * 1e3:.3f}", f"{besides / seconds:.0%}", "overhead", "-", "-", "-"))
+    print_table(("phase", "ms", "share", "limit", "bytes", "FLOP", "sent"), rows)
+    typer.echo(f"{milliseconds(seconds)} a step, mostly {forward.bound}")
+    if queries == 1:
+        typer.echo(f"{1 / seconds:.4g} tokens/s for each sequence, {batch / seconds:.4g} for all")
+    if forward.experts_touched:
+        typer.echo(f"experts touched in a layer: {forward.experts_touched:.1f}, expected")
+    if derivation is not None:
+        print_derivation(derivation)

@@ -1,0 +1,142 @@
+"""How the planner shows numbers: tables, derivations, JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from forerun.cli.plan_setup import PlanSetup
+    from forerun.plan.derivation import Derivation
+
+_PLAIN_WIDTH = 160
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def print_setup(setup: PlanSetup) -> None:
+    """One paragraph: what the numbers are about."""
+    o = setup.options
+    split = f"{setup.deployment.gpus} x {o['gpu']}" if setup.deployment.gpus > 1 else o["gpu"]
+    if setup.deployment.gpus > 1:
+        split += f" (tensor {o['tensor']}" + (f", pipeline {o['pipeline']}" if o["pipeline"] > 1 else "") + ")"
+    weights = o["weights"] if o["experts"] in (None, o["weights"]) else f"{o['weights']}, experts {o['experts']}"
+    typer.echo(
+        f"{o['model']} on {split}; weights {weights}, head {o['head']}, operands {o['activations']}, KV {o['kv']}"
+    )
+    overlap = "the larger of both" if o["order"] is None else f"a smooth maximum of order {o['order']:g}"
+    typer.echo(
+        f"reached of the peaks: bandwidth {o['bandwidth_share']:.0%}, compute {o['compute_share']:.0%}, link "
+        f"{o['link_share']:.0%}; a phase takes {overlap}; fixed: {o['step_us']:g} us a step, {o['launch_us']:g} us a "
+        f"forward, {o['layer_us']:g} us a layer"
+    )
+
+
+def print_derivation(derivation: Derivation) -> None:
+    """Every line: symbol, value, equation and source."""
+    typer.echo(f"\n{derivation.title}")
+    rows = [
+        (line.symbol, quantity(line.value, line.unit), line.formula or "(given)", line.source)
+        for line in derivation.lines
+    ]
+    print_table(("symbol", "value", "equation", "source"), rows, words=(0, 2, 3))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (0,)) -> None:
+    """A table. `words`: columns that stand to the left and may be wrapped; the others are numbers.
+
+    Where the output is no terminal, lines are as long as they need to be, up to 160 characters.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
+    for index, column in enumerate(columns):
+        word = index in words
+        table.add_column(column, justify="left" if word else "right", no_wrap=not word, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _PLAIN_WIDTH
+    console.print(table)
+
+
+def quantity(value: float, unit: str = "") -> str:
+    """A number with its unit, at most five digits: 3.35 TB/s, 12.4 ms, 70.55 G parameters."""
+    if unit == "s":
+        return milliseconds(value)
+    if math.isfinite(value) and abs(value) >= 1e4:
+        for size, prefix in _PREFIXES:
+            if abs(value) >= size:
+                joint = "" if unit[:1] in ("B", "F") else " "
+                return f"{value / size:.4g} {prefix}{joint}{unit}".rstrip()
+    return f"{value:.5g} {unit}".rstrip()
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds."""
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def print_json(command: str, setup: PlanSetup | None, body: Mapping[str, Any]) -> None:
+    """One object: the command, its shared options, then its own keys. Infinities and NaN become null."""
+    head: dict[str, Any] = {"command": f"plan {command}"}
+    if setup is not None:
+        head["setup"] = setup.options
+    typer.echo(json.dumps(_plain({**head, **body}), indent=2, allow_nan=False))
+
+
+def derivation_json(derivation: Derivation) -> list[dict[str, Any]]:
+    """A derivation's lines for JSON."""
+    return [
+        {
+            "symbol": line.symbol,
+            "value": line.value,
+            "unit": line.unit,
+            "formula": line.formula or None,
+            "source": line.source or None,
+        }
+        for line in derivation.lines
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
+
+
+def numbers(text: str, option: str, least: int = 1) -> list[int]:
+    """A list such as "1,2,4", each once and in order. Raises PlanError naming the option."""
+    from forerun.errors import PlanError
+
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() and len(word) < 12 for word in words):
+        raise PlanError(option, f"{text!r} is not a list of whole numbers such as 1,2,4")
+    found = sorted({int(word) for word in words})
+    if found[0] < least:
+        raise PlanError(option, f"{found[0]} is not allowed; expected numbers of at least {least}")
+    return found
+
+
+def rates(text: str, option: str) -> tuple[float, ...]:
+    """A list of shares such as "0.8,0.7". Raises PlanError naming the option."""
+    from forerun.errors import PlanError
+
+    try:
+        found = tuple(float(word) for word in text.split(","))
+    except ValueError as error:
+        raise PlanError(option, f"{text!r} is not a list of rates such as 0.8,0.7") from error
+    if not all(0 <= rate <= 1 for rate in found):
+        raise PlanError(option, f"{text!r}: each rate must be from 0 to 1")
+    return found
