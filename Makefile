@@ -42,7 +42,7 @@ $(VENV)/.built: $(VENV)/.python pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	@echo "Installing the build and development tools ..."
 	@$(BIN)/python -m pip install -q --group dev "scikit-build-core>=0.11,<1" "nanobind>=2.4,<3" cmake ninja
 	@echo "Building the native kernels (a minute or two) ..."
-	@$(BIN)/python -m pip install -q --no-build-isolation -e .
+	@$(BIN)/python -m pip install -q --no-build-isolation -e ".[serve]"
 	@touch $@
 
 clean:           ## remove the environment and build outputs (models stay in the cache)

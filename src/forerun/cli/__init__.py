@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "models": "forerun.cli.models",
         "bench": "forerun.cli.bench",
         "plan": "forerun.cli.plan",
+        "serve": "forerun.cli.serve",
     }
 )
 

@@ -79,6 +79,8 @@ class CompilerStats:
 
     compiled: int
     """Grammars compiled."""
+    compile_seconds: float
+    """Wall-clock time of compiling them."""
     failed: int
     """Constraints that couldn't be compiled, or not in time."""
     hits: int
@@ -206,6 +208,7 @@ class _Work:
         self._stuck = 0
         self._closed = False
         self._compiled = self._failed = self._hits = self._joined = self._evicted = 0
+        self._compile_seconds = 0.0
 
     def knows(self, key: str) -> bool:
         """Whether a constraint was compiled or refused before, so that it needs no second look."""
@@ -262,6 +265,7 @@ class _Work:
         with self._lock:
             return CompilerStats(
                 compiled=self._compiled,
+                compile_seconds=self._compile_seconds,
                 failed=self._failed,
                 hits=self._hits,
                 joined=self._joined,
@@ -368,6 +372,7 @@ class _Work:
             self._stuck -= job.late
             if isinstance(outcome, Grammar):
                 self._compiled += 1
+                self._compile_seconds += outcome.compile_seconds
                 if not self._closed:
                     self._keep(key, outcome)
             else:

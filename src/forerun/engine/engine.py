@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from forerun.engine.checks import (
     params_for_each,
 )
 from forerun.engine.choose import Chooser, not_numbers
+from forerun.engine.fairness import PromptShare
 from forerun.engine.handle import RequestHandle
 from forerun.engine.live import LiveRequest
 from forerun.engine.loop import Loop
@@ -45,7 +47,7 @@ from forerun.engine.pace import FixedPace, Pace
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.speculate import Speculator
-from forerun.engine.steptime import step_times
+from forerun.engine.steptime import StepTimes, step_times
 from forerun.errors import CapacityError, ConfigurationError, InvalidRequestError, NumericalError
 from forerun.kv import BlockPool, BlockTable, PoolExhausted, PrefixCache
 from forerun.models.catalog import cache_dir
@@ -79,6 +81,9 @@ class Engine:
         max_model_len: longest prompt plus answer; None: the model's context, at most `kv_tokens`.
         max_rows: requests that run at the same time.
         max_step_tokens: query tokens of one step: prompts longer than this are computed in chunks.
+        prompt_slowdown: how many times as long a step may take because it computes prompts beside requests that
+            decode, by the step times of this machine: so a long prompt comes in smaller chunks and stops nobody. None:
+            as much as the step has room for, which is over soonest.
         prefix_cache: keep the KV of finished requests for prompts that begin alike.
         cache_weights: keep packed weights on disk, so that the next start maps them.
         draft: what proposes tokens ahead of the model: "suffix", "lookup", "model:NAME", "combined:NAME", "none", the
@@ -104,6 +109,7 @@ class Engine:
         max_model_len: int | None = None,
         max_rows: int = 32,
         max_step_tokens: int = 512,
+        prompt_slowdown: float | None = None,
         prefix_cache: bool = True,
         cache_weights: bool = True,
         draft: str | Drafter = "suffix",
@@ -112,6 +118,8 @@ class Engine:
         kv_blocks = setting("kv_tokens", kv_tokens, BLOCK, 2**31 - BLOCK) // BLOCK
         max_rows = setting("max_rows", max_rows, 1, 4096)
         max_step_tokens = setting("max_step_tokens", max_step_tokens, 1, 1 << 16)
+        if prompt_slowdown is not None and not 1 < prompt_slowdown < math.inf:
+            raise ConfigurationError(f"prompt_slowdown={prompt_slowdown} is not allowed; expected above 1, or None")
         factory = drafter_factory(draft)
         length = (
             None
@@ -179,11 +187,24 @@ class Engine:
             self.speculator = self._speculator(factory, length, fingerprint, context)
         masks = StepMasks(self.config.vocab_size)
         self.compiler = GrammarCompiler(self.tokenizer)
-        self.loop = Loop(self.scheduler, self.batch, self.executor, self.chooser, self.speculator, masks)
+        share = None
+        if prompt_slowdown is not None:
+            times = self._times(fingerprint, cache_dir() if cache_weights else None)
+            share = PromptShare(times, prompt_slowdown).tokens
+        self.loop = Loop(self.scheduler, self.batch, self.executor, self.chooser, self.speculator, masks, share)
         weakref.finalize(self.loop, _close, self.compiler, masks).atexit = False
         if self.speculator is not None:
             # The loop outlives the engine where a handle is still used.
             weakref.finalize(self.loop, self.speculator.close).atexit = False
+
+    def _times(self, fingerprint: str, cache: Path | None) -> StepTimes:
+        """The step times of this engine: those that choose draft lengths, too, if there are any."""
+        pace = self.speculator.pace if self.speculator is not None else None
+        if isinstance(pace, AutoPace):
+            return pace.times
+        times = step_times(self.executor, fingerprint, cache)
+        self.executor.native_seconds = 0.0
+        return times
 
     def _speculator(
         self, factory: DrafterFactory, length: int | None, fingerprint: str, context: DraftContext
@@ -283,14 +304,16 @@ class Engine:
         *,
         request_id: str | None = None,
         speculate: bool = True,
+        draft_len: int | None = None,
         scope: str | None = None,
         trace: bool = False,
     ) -> RequestHandle:
         """Queues a request; it runs whenever the engine steps.
 
-        speculate: False leaves the drafter out of it. scope: names the caller; neither cached prefixes nor texts that
-        drafters remember are shared between scopes (None is one, too). trace: each piece tells how its draft lengths
-        were chosen.
+        speculate: False leaves the drafter out of it. draft_len: the most draft tokens of a step, where the engine
+        itself would choose more; 0 for none. scope: names the caller; neither cached prefixes nor texts that drafters
+        remember are shared between scopes (None is one, too). trace: each piece tells how its draft lengths were
+        chosen.
 
         Raises `InvalidRequestError` or `CapacityError` now if it can't be served as it is.
         """
@@ -301,6 +324,7 @@ class Engine:
         for flag, value in (("speculate", speculate), ("trace", trace)):
             if not isinstance(value, bool | np.bool_):
                 raise InvalidRequestError(f"{flag}={value!r} is not allowed; expected True or False")
+        most = MAX_NODES if draft_len is None else setting("draft_len", draft_len, 0, MAX_NODES, InvalidRequestError)
         ids = self._prompt_ids(prompt)
         grammar = self._grammar(params)
         with self.loop.lock:
@@ -309,6 +333,7 @@ class Engine:
                 raise InvalidRequestError(f"a request with id {name!r} is still live; use another id")
             live = LiveRequest(Request(name, ids, params, salt=scope), params, _seed(params), self.tokenizer)
             live.speculate = bool(speculate) and self.speculator is not None
+            live.max_draft = most
             live.traced = bool(trace)
             self.loop.submit(live, grammar)
         return RequestHandle(self.loop, live)

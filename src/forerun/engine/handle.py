@@ -35,6 +35,22 @@ class RequestHandle:
         """Whether all of its texts have ended."""
         return all(live.request.finished for live in self._live.group)
 
+    @property
+    def started(self) -> bool:
+        """Whether a step has run it."""
+        return self._live.has_started
+
+    def poll(self) -> list[Piece]:
+        """The pieces of its texts that are there, without a step. Raises what ended the request, if it was an error."""
+        pieces: list[Piece] = []
+        with self._loop.lock:
+            for live in self._live.group:
+                piece = live.take_piece()
+                if piece is not None:
+                    pieces.append(piece)
+                live.raise_error()
+        return pieces
+
     def __iter__(self) -> Iterator[Piece]:
         while True:
             piece = self._next_piece()

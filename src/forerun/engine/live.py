@@ -7,7 +7,7 @@ import time
 from forerun.constrain.bits import Words, mask_of
 from forerun.constrain.compiler import Grammar
 from forerun.constrain.state import GrammarState
-from forerun.draft.base import DraftTree
+from forerun.draft.base import MAX_NODES, DraftTree
 from forerun.engine.choose import Choice
 from forerun.engine.masks import grammar_failed
 from forerun.engine.output import Piece, RequestOutput, RequestStats, TokenLogprob, TokenOrigin
@@ -33,6 +33,7 @@ class LiveRequest:
         edits: history-dependent changes of the logits (penalties, bias, bad words, tokens banned before `min_tokens`),
             or None.
         speculate: whether it may draft.
+        max_draft: the most draft tokens that it may have in a step.
         traced: whether choices of draft length are kept.
         draft_key: names the request to drafter and pace; None: it hasn't drafted yet.
         tally: counts of drafting and verification.
@@ -63,6 +64,7 @@ class LiveRequest:
         self._ends = ends | frozenset(params.stop_token_ids)
         self.edits = self._prepared_edits() if twin is None else twin._edits_at_start()
         self.speculate = False
+        self.max_draft = MAX_NODES
         self.traced = False
         self.draft_key: int | None = None
         self.tally = Tally()
@@ -121,6 +123,11 @@ class LiveRequest:
         if self.grammar is not None or self.allowed is not None:
             return True
         return self.edits is not None and self.edits.applies(1)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a step has run it."""
+        return self._started is not None
 
     def started(self, now: float) -> None:
         """Notes the first step that ran the request."""
@@ -195,7 +202,7 @@ class LiveRequest:
         twin = LiveRequest(request, params, seed, self._tokenizer)
         if params.logprobs is not None:
             twin._logprobs = self._logprobs.copy()
-        twin.speculate, twin.traced = self.speculate, self.traced
+        twin.speculate, twin.max_draft, twin.traced = self.speculate, self.max_draft, self.traced
         twin.n_missing = 0
         if params.constraint is not None and self.grammar is not None:
             twin._compiled, twin.grammar = self._compiled, self.grammar.fork()
@@ -210,7 +217,7 @@ class LiveRequest:
         """The state of another text of the same prompt, `request` having been branched off from this one's."""
         twin = LiveRequest(request, self.params, nth_seed(self.seed, index), self._tokenizer, twin=self)
         twin.index = index
-        twin.speculate, twin.traced = self.speculate, self.traced
+        twin.speculate, twin.max_draft, twin.traced = self.speculate, self.max_draft, self.traced
         if self._compiled is not None:
             twin.constrain(self._compiled)
         twin.group = self.group

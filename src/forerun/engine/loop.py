@@ -6,7 +6,7 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -74,6 +74,7 @@ class Loop:
         chooser: Chooser,
         speculator: Speculator | None,
         masks: StepMasks,
+        prompt_share: Callable[[int, int], int] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.batch = batch
@@ -81,6 +82,7 @@ class Loop:
         self.chooser = chooser
         self.speculator = speculator
         self.masks = masks
+        self.prompt_share = prompt_share
         self.live: dict[str, LiveRequest] = {}
         self.awaited = AwaitedGrammars()
         self.lock = threading.RLock()
@@ -194,7 +196,7 @@ class Loop:
         speculator, scheduler = self.speculator, self.scheduler
         # plan
         wishes = speculator.wishes(self._next_up()) if speculator else None
-        plan = scheduler.plan(wishes)
+        plan = scheduler.plan(wishes, self.prompt_share)
         for request in plan.preempted:
             self.batch.leave(request)
             self.preemptions += 1

@@ -20,7 +20,7 @@ it, a token or a beam's scores, isn't lost by preemption. A group thus needs roo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -83,13 +83,18 @@ class Scheduler(RequestQueues):
         super().__init__(pool, prefix_cache, max_rows=max_rows, max_model_len=max_model_len)
         self.max_step_tokens = max_step_tokens
 
-    def plan(self, draft_lengths: Mapping[Request, int] | None = None) -> StepPlan:
+    def plan(
+        self,
+        draft_lengths: Mapping[Request, int] | None = None,
+        prompt_share: Callable[[int, int], int] | None = None,
+    ) -> StepPlan:
         """Choose the rows of the next step and give them slots.
 
         The budget goes to running decodes (one token each), then running prefill chunks, then
         admissions in arrival order, and what is left to drafts, evenly. `draft_lengths` are wishes:
         they are cut to the budget, the free blocks and the request's limit, and never preempt
-        anyone. No rows means no work.
+        anyone. `prompt_share` says how many tokens of prompts may go beside so many decodes, given
+        how many the budget would have; at least one. No rows means no work.
 
         Raises:
             ScheduleError: a row of the last plan was neither committed nor finished, or a request
@@ -99,7 +104,8 @@ class Scheduler(RequestQueues):
         preempted: list[Request] = []
         decodes: list[_Chunk] = []
         prefills: list[_Chunk] = []
-        left = self._plan_running(decodes, prefills, copies, preempted)
+        share = None if prompt_share is None else self._share(prompt_share)
+        left = self._plan_running(decodes, prefills, copies, preempted, share)
         # Whoever was just preempted must not come back at the expense of the one that took its
         # blocks.
         if self._waiting and left > 0 and not preempted:
@@ -107,6 +113,7 @@ class Scheduler(RequestQueues):
             if not decodes and not prefills:
                 left = self._make_way(prefills, left, preempted)
         chunks = decodes + prefills
+        left = self.max_step_tokens - sum(chunk.n_known for chunk in chunks)
         drafts = (
             self._deal_drafts(chunks, draft_lengths, left, copies) if draft_lengths and left > 0 else [0] * len(chunks)
         )
@@ -129,6 +136,7 @@ class Scheduler(RequestQueues):
         prefills: list[_Chunk],
         copies: list[BlockCopy],
         preempted: list[Request],
+        share: int | None,
     ) -> int:
         """Give running requests their tokens; returns the budget that is left.
 
@@ -146,6 +154,8 @@ class Scheduler(RequestQueues):
                 raise ScheduleError(_misuse(request))
             n_decodes += known == 1
         left = self.max_step_tokens - n_decodes
+        if share is not None:
+            left = min(left, share)
         index = 0
         first = True
         while index < len(running):
@@ -178,6 +188,14 @@ class Scheduler(RequestQueues):
                 prefills.append(_Chunk(request, table, start, count, count == known))
                 left -= count
         return left
+
+    def _share(self, prompt_share: Callable[[int, int], int]) -> int | None:
+        """Tokens of prompts that may go beside this step's decodes; None without decodes, or without prompts."""
+        known = [len(request.tokens) - request.num_computed for request in self._running if not request.held]
+        n_decodes = known.count(1)
+        if not n_decodes or (n_decodes == len(known) and not self._waiting):
+            return None
+        return max(1, prompt_share(n_decodes, self.max_step_tokens - n_decodes))
 
     def _make_room(
         self, behind: int, table: BlockTable, count: int, preempted: list[Request], held_ahead: int = 0

@@ -16,7 +16,7 @@ from typing import TypeVar, overload
 import numpy as np
 
 from forerun.constrain.state import GrammarState
-from forerun.draft.base import MAX_NODES, NO_DRAFT, Drafter, DraftRow, DraftTree
+from forerun.draft.base import NO_DRAFT, Drafter, DraftRow, DraftTree
 from forerun.engine.forced import cut_to_grammar, forced_draft, joined
 from forerun.engine.live import LiveRequest
 from forerun.engine.pace import Pace
@@ -123,11 +123,11 @@ class Speculator:
                 if live.opening is None:
                     live.opening = _grammatical(live, partial(forced_draft, budget=self.pace.max_draft))
                 if live.opening:
-                    wishes[request] = len(live.opening)
+                    wishes[request] = min(len(live.opening), live.max_draft)
                     continue
             if request.state is RequestState.RUNNING and len(request.tokens) - request.num_computed == 1:
                 key = self._begin(live) if live.draft_key is None else live.draft_key
-                wish = min(self.pace.wish(key), MAX_NODES)
+                wish = min(self.pace.wish(key), live.max_draft)
                 if wish > 0:
                     wishes[request] = wish
         return wishes

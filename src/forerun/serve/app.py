@@ -1,0 +1,315 @@
+"""The HTTP application: endpoints, limits, and what happens when a client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun import __version__
+from forerun.errors import ForerunError
+from forerun.serve.errors import ApiError, api_error
+from forerun.serve.metrics import CONTENT_TYPE, Metrics
+from forerun.serve.protocol import (
+    LENIENT,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from forerun.serve.service import Answer, Service
+
+LOG: Final = logging.getLogger("forerun.serve")
+
+_STREAM: Final = "text/event-stream"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the server lets in.
+
+    api_keys: what clients must send as a bearer token; empty: nothing. max_body_bytes: of a request. body_seconds: in
+    which it has to arrive. lenient: unknown fields are dropped instead of refused.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 8 << 20
+    body_seconds: float = 30.0
+    lenient: bool = False
+
+
+def create_app(service: Service, metrics: Metrics, settings: Settings | None = None) -> FastAPI:
+    """The application around a service whose driver runs and tells `metrics`."""
+    settings = settings or Settings()
+    app = FastAPI(title="Forerun", version=__version__, docs_url=None, redoc_url=None)
+    app.add_middleware(Gate, settings=settings)
+
+    async def refused(_: Request, error: Exception) -> Response:
+        return _error_response(api_error(error))
+
+    async def unprocessable(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _error_response(_validation_error(error))
+
+    async def http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _error_response(ApiError(error.status_code, str(error.detail)))
+
+    async def broken(request: Request, error: Exception) -> Response:
+        LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return _error_response(api_error(error))
+
+    app.add_exception_handler(ApiError, refused)
+    app.add_exception_handler(ForerunError, refused)
+    app.add_exception_handler(RequestValidationError, unprocessable)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, broken)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether the engine's thread runs."""
+        if not service.driver.alive:
+            raise ApiError(503, "the engine has stopped", kind="server_error")
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether new requests are taken."""
+        if not service.driver.accepting:
+            raise ApiError(503, "shutting down", kind="server_error", code="shutting_down")
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metric() -> Response:
+        """Counts and times for Prometheus."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The model that is served."""
+        return JSONResponse({"object": "list", "data": [_model(service)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """One model."""
+        service.check_model(name)
+        return JSONResponse(_model(service))
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continues prompts."""
+        return await _answer(request, await service.complete(body), bool(body.stream))
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatCompletionRequest, request: Request) -> Response:
+        """Answers a conversation."""
+        return await _answer(request, await service.chat(body), bool(body.stream))
+
+    @app.post("/v1/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The tokens of a text or a conversation."""
+        return JSONResponse(await asyncio.to_thread(_tokenized, service, body))
+
+    @app.post("/v1/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of tokens."""
+        return JSONResponse(await asyncio.to_thread(_detokenized, service, body))
+
+    return app
+
+
+async def _answer(request: Request, answer: Answer, stream: bool) -> Response:
+    """The answer whole, or as a stream that begins when its first event or error is there."""
+    if not stream:
+        body = await _unless_gone(request, answer.body(), answer.cancel)
+        return Response(status_code=499) if body is None else JSONResponse(body)
+    events = answer.events()
+    first = await _unless_gone(request, anext(events), answer.cancel)
+    if first is None:
+        await events.aclose()
+        return Response(status_code=499)
+
+    async def all_events() -> AsyncIterator[bytes]:
+        try:
+            yield first
+            async for event in events:
+                yield event
+        finally:
+            answer.cancel()
+
+    return StreamingResponse(all_events(), media_type=_STREAM, headers={"Cache-Control": "no-cache"})
+
+
+async def _unless_gone(
+    request: Request, work: Coroutine[Any, Any, Any] | Awaitable[Any], cancel: Callable[[], None]
+) -> Any:
+    """What `work` gives, or None if the client goes away before; then the work is cancelled."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        cancel()
+        return None
+    finally:
+        for task in (working, leaving):
+            if not task.done():
+                task.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "forerun",
+        "max_model_len": service.driver.engine.max_model_len,
+    }
+
+
+def _tokenized(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+    tokenizer = service.tokenizer
+    if body.messages is not None:
+        ids = service.chat_ids(ChatCompletionRequest(messages=body.messages))
+    else:
+        assert body.prompt is not None
+        ids = tokenizer.encode(body.prompt, add_special=body.add_special_tokens)
+    found: dict[str, Any] = {
+        "count": len(ids), "max_model_len": service.driver.engine.max_model_len, "tokens": ids,
+    }  # fmt: skip
+    if body.return_token_strs:
+        found["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", errors="replace") for token in ids]
+    return found
+
+
+def _detokenized(service: Service, body: DetokenizeRequest) -> dict[str, Any]:
+    service.check_model(body.model)
+    size = service.tokenizer.vocab_size
+    wrong = next((token for token in body.tokens if not 0 <= token < size), None)
+    if wrong is not None:
+        raise ApiError(400, f"token {wrong} is not allowed; expected 0 to {size - 1}", param="tokens")
+    return {"prompt": service.tokenizer.decode(body.tokens, skip_special=False)}
+
+
+def _error_response(error: ApiError) -> Response:
+    headers = {} if error.retry_after is None else {"Retry-After": str(max(1, round(error.retry_after)))}
+    return JSONResponse(error.body, status_code=error.status, headers=headers)
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if part != "body")[:200]
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{place} is no parameter of this endpoint; leave it out", param=place)
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body isn't JSON")
+    return ApiError(400, f"{place or 'body'}: {first['msg']}", param=place or None)
+
+
+class Gate:
+    """What a request must be before it is read: authorised, and neither too large nor too slow.
+
+    A plain ASGI middleware, so that streams pass through unbuffered.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        try:
+            self._authorise(scope["path"], headers)
+            if scope["method"] == "POST" and not _is_json(headers):
+                # Not guessed: a browser's page may send other types to a loopback address without asking first.
+                raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send Content-Type: application/json")
+            body = await self._body(headers, receive) if scope["method"] in ("POST", "PUT", "PATCH") else b""
+        except ApiError as error:
+            await _error_response(error)(scope, receive, send)
+            return
+        except _GoneError:
+            return
+        LENIENT.set(self._settings.lenient)
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if not given:
+                given = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            return await receive()
+
+        await self._app(scope, replay, send)
+
+    def _authorise(self, path: str, headers: dict[bytes, bytes]) -> None:
+        keys = self._settings.api_keys
+        if not keys or not path.startswith("/v1/"):
+            return
+        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        # In constant time each, and all of them: the time tells nothing about the keys.
+        if sum(hmac.compare_digest(given, key.encode()) for key in keys) == 0:
+            raise ApiError(401, "a valid API key is needed", kind="authentication_error", code="invalid_api_key")
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        most = self._settings.max_body_bytes
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > most:
+            raise _too_large(most)
+        try:
+            async with asyncio.timeout(self._settings.body_seconds):
+                return await self._read(receive, most)
+        except TimeoutError:
+            raise ApiError(
+                HTTPStatus.REQUEST_TIMEOUT, f"the body took longer than {self._settings.body_seconds:g} s"
+            ) from None
+
+    async def _read(self, receive: Receive, most: int) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _GoneError
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > most:
+                raise _too_large(most)
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+
+def _is_json(headers: dict[bytes, bytes]) -> bool:
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
+
+
+class _GoneError(Exception):
+    """The client went away while it sent its body."""
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is larger than {most} bytes", code="too_large")
