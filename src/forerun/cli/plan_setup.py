@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from forerun.errors import PlanError
 
 if TYPE_CHECKING:
     from forerun.plan.catalog import PlanCatalog
@@ -62,23 +65,46 @@ _SHARED: dict[str, tuple[Any, Any]] = {
 _EFFICIENCY = ("bandwidth_share", "compute_share", "link_share", "order", "step_us", "launch_us", "layer_us")
 
 
-def planned(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the shared options; it is called with `setup: PlanSetup` and its own parameters."""
+def planned(command: Callable[..., None], *, model_required: bool = True) -> Callable[..., None]:
+    """Gives a command the shared options; it is called with `setup: PlanSetup` and its own parameters.
+
+    A command that doesn't require a model gets None where none is given; the other shared options are refused then.
+    """
     own = inspect.signature(command, eval_str=True)
+    options = dict(_SHARED)
+    if not model_required:
+        optional = copy.copy(_SHARED["model"][1])
+        optional.default = None
+        options["model"] = (str | None, optional)
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
-        for name, (kind, option) in _SHARED.items()
+        for name, (kind, option) in options.items()
     ]
     mine = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, p in own.parameters.items() if name != "setup"]
 
     @functools.wraps(command)
     def call(**given: Any) -> None:
         options = {name: given.pop(name) for name in _SHARED}
-        command(setup=set_up(**options), **given)
+        if options["model"] is None:
+            _check_unused(options)
+            command(setup=None, **given)
+        else:
+            command(setup=set_up(**options), **given)
 
     call.__signature__ = inspect.Signature([*shared, *mine])  # type: ignore[attr-defined]
     call.__annotations__ = {p.name: p.annotation for p in (*shared, *mine)}
     return call
+
+
+def shared_defaults() -> dict[str, Any]:
+    """The shared options where none is given, as `set_up` takes them; the model is missing."""
+    return {name: option.default for name, (_kind, option) in _SHARED.items() if name != "model"}
+
+
+def _check_unused(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if value != _SHARED[name][1].default and name != "model":
+            raise PlanError("model", f"missing; expected --model, since --{name.replace('_', '-')} is about its step")
 
 
 def set_up(

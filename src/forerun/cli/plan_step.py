@@ -19,9 +19,10 @@ from forerun.cli.plan_view import (
 
 HELP = """The time of one step: bytes, FLOPs, seconds of each phase, and which of them is the limit.
 
---json prints command, setup, batch, queries, context, seconds, forward_seconds, bound, tokens_per_s,
-experts_touched, parts (name, bound, seconds, memory_seconds, compute_seconds, weight_bytes, kv_bytes, activation_bytes,
-flops, link_bytes), and with --explain derivation (symbol, value, unit, formula, source)."""
+--json prints command, setup, batch, queries, context, seconds, forward_seconds, bound, tokens_per_s, experts_touched,
+beyond_measured (phrases: what lies outside of the step times behind a measured efficiency), parts (name, bound,
+seconds, memory_seconds, compute_seconds, weight_bytes, kv_bytes, activation_bytes, flops, link_bytes), and with
+--explain derivation (symbol, value, unit, formula, source)."""
 
 
 def register(group: typer.Typer) -> None:
@@ -56,6 +57,7 @@ def step(
             "bound": forward.bound,
             "tokens_per_s": batch / seconds if queries == 1 else None,
             "experts_touched": forward.experts_touched,
+            "beyond_measured": forward.beyond_measured,
             "parts": [part._asdict() for part in forward.parts],
         }
         body.pop("scored")
@@ -76,6 +78,8 @@ def step(
     typer.echo(f"{milliseconds(seconds)} a step, mostly {forward.bound}")
     if queries == 1:
         typer.echo(f"{1 / seconds:.4g} tokens/s for each sequence, {batch / seconds:.4g} for all")
+    if forward.beyond_measured:
+        typer.echo(f"beyond what was measured, so extrapolated: {'; '.join(forward.beyond_measured)}")
     if forward.experts_touched:
         typer.echo(f"experts touched in a layer: {forward.experts_touched:.1f}, expected")
     if derivation is not None:

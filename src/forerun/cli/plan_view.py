@@ -34,6 +34,9 @@ def print_setup(setup: PlanSetup) -> None:
         f"{o['link_share']:.0%}; a phase takes {overlap}; fixed: {o['step_us']:g} us a step, {o['launch_us']:g} us a "
         f"forward, {o['layer_us']:g} us a layer"
     )
+    measured = setup.deployment.hardware.measured
+    if measured is not None and setup.deployment.efficiency is None:
+        typer.echo(f"measured with {measured.ranges}; what lies outside is extrapolated")
 
 
 def print_derivation(derivation: Derivation) -> None:
@@ -53,6 +56,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, words:
     """
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
 
     table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
@@ -64,6 +68,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, words:
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
+    # A terminal too narrow wraps lines; rich would leave out digits instead.
+    wide = console.options.update(max_width=10 * _PLAIN_WIDTH)
+    console.width = max(console.width, Measurement.get(console, wide, table).minimum)
     console.print(table)
 
 

@@ -2,25 +2,29 @@
 
 `models.toml` has a table for each model with the fields of `ModelShape` (`experts`, `latent` and `formats` are tables),
 `hardware.toml` one for each accelerator with units in its keys. A file of the user's has both under [models.NAME] and
-[hardware.NAME]. Unknown keys are refused, and every number says where it is from.
+[hardware.NAME]; so has the file that `forerun plan calibrate --save` writes, whose only entry is [hardware.local].
+Unknown keys are refused, and every number says where it is from.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
+import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from forerun.errors import PlanError
 from forerun.plan.config_json import read_config
 from forerun.plan.formats import WeightFormats
-from forerun.plan.hardware import Efficiency, Hardware
+from forerun.plan.hardware import Efficiency, Hardware, Measured
 from forerun.plan.shapes import Experts, LatentAttention, ModelShape
+from forerun.plan.shown import shown
 
 T = TypeVar("T")
 
@@ -29,44 +33,50 @@ _NESTED: Mapping[str, type] = MappingProxyType(
 )
 _UNITS: Mapping[str, tuple[str, float]] = MappingProxyType({
     "bandwidth_gb_s": ("bandwidth", 1e9), "memory_gb": ("memory", 1e9), "link_gb_s": ("link", 1e9),
-    "host_gb_s": ("host", 1e9), "link_us": ("link_us", 1.0),
+    "link_us": ("link_us", 1.0), "host_gb_s": ("host", 1e9),
 })  # fmt: skip
+_SOURCED = ("flops", "bandwidth", "memory", "link", "link_us", "host", "efficiency")
+
+LOCAL = "local"
+"""The name of this machine."""
+
+_MEASURE = "run `forerun bench step --json > step.json` and `forerun plan calibrate step.json --save`"
 
 
 @dataclass(frozen=True)
 class PlanCatalog:
-    """Models and hardware by name."""
+    """Models and hardware by name.
+
+    local_error: why the hardware `local` can't be had; None if it is there.
+    """
 
     models: Mapping[str, ModelShape]
     hardware: Mapping[str, Hardware]
+    local_error: PlanError | None = None
 
     @staticmethod
     def load(extra: Path | None = None) -> PlanCatalog:
-        """What the package knows, and what a file of the user's adds.
+        """What the package knows, what was measured on this machine, and what a file of the user's adds.
+
+        A [hardware.local] in the user's file stands before the measured one. What is wrong with the latter is told when
+        it is asked for (`gpu`), not before: a plan for another machine doesn't need it.
 
         Raises:
-            PlanError: the file can't be read, isn't TOML, has an unknown key, lacks one, or takes a name again.
+            PlanError: the user's file can't be read, isn't TOML, has an unknown key, lacks one, or takes a name again.
         """
-        models = _read(_packaged("models.toml"), "models.toml")
-        hardware = _read(_packaged("hardware.toml"), "hardware.toml")
+        models = {name: shape_of(name, table) for name, table in _packaged("models.toml").items()}
+        hardware = {name: hardware_of(name, table) for name, table in _packaged("hardware.toml").items()}
         if extra is not None:
+            added = _read(extra, "catalog")
+            _add(models, added.models, extra)
+            _add(hardware, added.hardware, extra)
+        error: PlanError | None = None
+        if LOCAL not in hardware:
             try:
-                text = extra.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise PlanError("catalog", f"{extra} can't be read: {error}") from error
-            added = _read(text, str(extra))
-            unknown = added.keys() - {"models", "hardware"}
-            if unknown:
-                raise PlanError(f"{extra}: {min(unknown)}", "unknown; expected tables named models and hardware")
-            for known, new in ((models, added.get("models", {})), (hardware, added.get("hardware", {}))):
-                for name, table in new.items():
-                    if name in known:
-                        raise PlanError(f"{extra}: {name}", "the catalog has that name already; choose another one")
-                    known[name] = table
-        return PlanCatalog(
-            {name: shape_of(name, table) for name, table in models.items()},
-            {name: hardware_of(name, table) for name, table in hardware.items()},
-        )
+                hardware[LOCAL] = _local()
+            except PlanError as found:
+                error = found
+        return PlanCatalog(models, hardware, error)
 
     def shape(self, model: str) -> ModelShape:
         """A model by name, or from a Hugging Face config.json or the folder that has one.
@@ -75,7 +85,7 @@ class PlanCatalog:
             PlanError: neither is there, or the file lacks a field.
         """
         path = Path(model)
-        if model not in self.models and (path.exists() or "/" in model or model.endswith(".json")):
+        if model and model not in self.models and (os.path.exists(path) or "/" in model or model.endswith(".json")):
             return read_config(path)
         return self.model(model)
 
@@ -84,78 +94,184 @@ class PlanCatalog:
         return _found("model", name, self.models)
 
     def gpu(self, name: str) -> Hardware:
-        """Hardware of that name. Raises PlanError naming those that there are."""
+        """Hardware of that name. Raises PlanError naming those that there are, or saying what is wrong with `local`."""
+        if name == LOCAL and self.local_error is not None:
+            raise self.local_error
         return _found("gpu", name, self.hardware)
 
 
-def shape_of(name: str, table: Mapping[str, Any]) -> ModelShape:
+def local_path() -> Path:
+    """Where this machine's own numbers lie: plan/local.toml of the cache, which is FORERUN_CACHE, else
+    XDG_CACHE_HOME/forerun, else ~/.cache/forerun.
+
+    Raises:
+        PlanError: the home directory is needed and unknown.
+    """
+    own, xdg = os.environ.get("FORERUN_CACHE", ""), os.environ.get("XDG_CACHE_HOME", "")
+    cache = own or (f"{xdg}/forerun" if Path(xdg).is_absolute() else "~/.cache/forerun")
+    try:
+        return Path(cache).expanduser().absolute() / "plan" / "local.toml"
+    except RuntimeError as error:
+        raise PlanError(
+            "gpu", f"the home directory in {cache!r} is unknown; set FORERUN_CACHE to a directory"
+        ) from error
+
+
+def shape_of(name: str, table: object) -> ModelShape:
     """A model from its table. Raises PlanError naming the key at fault."""
-    values = dict(table)
+    values = dict(_table(name, table))
     for key, kind in _NESTED.items():
         if key in values:
             values[key] = _built(kind, f"{name}.{key}", values[key])
+    if "name" in values:
+        raise PlanError(f"{name}: name", "unknown; the table's own name is the model's")
     return _built(ModelShape, name, {"name": name, **values})
 
 
-def hardware_of(name: str, table: Mapping[str, Any]) -> Hardware:
+def hardware_of(name: str, table: object) -> Hardware:
     """Hardware from its table, whose keys carry units. Raises PlanError naming the key at fault."""
     values: dict[str, Any] = {"name": name}
-    for key, value in table.items():
+    for key, value in _table(name, table).items():
         if key in _UNITS:
             field, unit = _UNITS[key]
             values[field] = _number(f"{name}: {key}", value) * unit
         elif key == "tflops":
-            if not isinstance(value, Mapping):
-                raise PlanError(f"{name}: tflops", "expected a table of rates by data type")
-            values["flops"] = {dtype: _number(f"{name}: tflops.{dtype}", rate) * 1e12 for dtype, rate in value.items()}
+            rates = _table(f"{name}: tflops", value)
+            values["flops"] = {dtype: _number(f"{name}: tflops.{dtype}", rate) * 1e12 for dtype, rate in rates.items()}
         elif key == "efficiency":
             values["efficiency"] = _built(Efficiency, f"{name}.efficiency", value)
+        elif key == "measured":
+            values["measured"] = _built(Measured, f"{name}.measured", value)
         elif key == "sources":
-            values["sources"] = dict(value)
+            values["sources"] = _sources(f"{name}.sources", value)
         else:
-            known = [*_UNITS, "tflops", "efficiency", "sources"]
+            known = [*_UNITS, "tflops", "efficiency", "measured", "sources"]
             raise PlanError(f"{name}: {key}", f"unknown; expected some of {', '.join(known)}")
+    for key, field in (("tflops", "flops"), ("bandwidth_gb_s", "bandwidth"), ("memory_gb", "memory")):
+        if field not in values:
+            raise PlanError(f"{name}: {key}", "missing")
     return _built(Hardware, name, values)
 
 
+class _Added(NamedTuple):
+    """What one file has."""
+
+    models: dict[str, ModelShape]
+    hardware: dict[str, Hardware]
+
+
+def _read(path: Path, field: str) -> _Added:
+    """A file of [models.NAME] and [hardware.NAME]. Raises PlanError naming the file and the key."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(field, f"{path} is not TOML: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanError(field, f"{path} can't be read: {error}") from error
+    unknown = tables.keys() - {"models", "hardware"}
+    if unknown:
+        raise PlanError(f"{path}: {min(unknown)}", "unknown; expected tables named models and hardware")
+    try:
+        return _Added(
+            {name: shape_of(name, table) for name, table in _table("models", tables.get("models", {})).items()},
+            {name: hardware_of(name, table) for name, table in _table("hardware", tables.get("hardware", {})).items()},
+        )
+    except PlanError as error:
+        raise PlanError(f"{path}: {error.field}", str(error).removeprefix(f"{error.field}: ")) from error
+
+
+def _add(known: dict[str, T], new: Mapping[str, T], path: Path) -> None:
+    for name, value in new.items():
+        if name in known:
+            raise PlanError(f"{path}: {name}", "the catalog has that name already; choose another one")
+        known[name] = value
+
+
+def _local() -> Hardware:
+    path = local_path()
+    if not os.path.lexists(path):
+        raise PlanError("gpu", f"this machine was not measured yet; {_MEASURE}")
+    try:
+        found = _read(path, "gpu")
+    except PlanError as error:
+        raise PlanError("gpu", f"what was measured can't be used: {error}; {_MEASURE} again") from error
+    if found.models or list(found.hardware) != [LOCAL]:
+        raise PlanError("gpu", f"{path}: expected one table, [hardware.local]; {_MEASURE} again")
+    return found.hardware[LOCAL]
+
+
+def _table(where: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise PlanError(where, f"{shown(value)} is not allowed; expected a table")
+    return value
+
+
+def _sources(where: str, value: object) -> Mapping[str, str]:
+    for key, source in _table(where, value).items():
+        if key not in _SOURCED:
+            raise PlanError(f"{where}: {key}", f"unknown; expected some of {', '.join(_SOURCED)}")
+        if not isinstance(source, str):
+            raise PlanError(f"{where}: {key}", f"{shown(source)} is not allowed; expected a text")
+    return MappingProxyType(dict(_table(where, value)))
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _real(value: object) -> bool:
+    return _whole(value) or isinstance(value, float)
+
+
+def _two(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(_real(item) for item in value)
+
+
+_ALLOWED: Mapping[str, tuple[str, Callable[[object], bool]]] = MappingProxyType({
+    "int": ("a whole number", _whole),
+    "int | None": ("a whole number", _whole),
+    "float": ("a number", _real),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "tuple[float, float]": ("two numbers", _two),
+})  # fmt: skip
+
+
 def _built(kind: type[T], where: str, table: object) -> T:
-    if not isinstance(table, Mapping):
-        raise PlanError(where, f"expected a table, got {table!r}")
+    """A dataclass from a table that has its fields. Raises PlanError naming the key that is unknown, missing or of
+    another type."""
+    values = _table(where, table)
     known: dict[str, Field[Any]] = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
-    for key, value in table.items():
+    for key, value in values.items():
         item = known.get(key)
         if item is None:
             raise PlanError(f"{where}: {key}", f"unknown; expected some of {', '.join(known)}")
-        expected = str(item.type)
-        wrong = (
-            (expected == "int" and (not isinstance(value, int) or isinstance(value, bool)))
-            or (expected == "bool" and not isinstance(value, bool))
-            or (expected == "str" and not isinstance(value, str))
-            or (expected == "float" and (not isinstance(value, int | float) or isinstance(value, bool)))
-        )
-        if wrong:
-            raise PlanError(f"{where}: {key}", f"{value!r} is not allowed; expected {expected}")
+        expected, allowed = _ALLOWED.get(str(item.type), ("", lambda _value: True))
+        if not allowed(value):
+            raise PlanError(f"{where}: {key}", f"{shown(value)} is not allowed; expected {expected}")
     for item in known.values():
-        if item.default is MISSING and item.default_factory is MISSING and item.name not in table:
+        if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
             raise PlanError(f"{where}: {item.name}", "missing")
-    return kind(**table)
+    try:
+        return kind(**values)
+    except PlanError as error:
+        if error.field.startswith(where):
+            raise
+        raise PlanError(f"{where}: {error.field}", str(error).removeprefix(f"{error.field}: ")) from error
 
 
 def _number(field: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise PlanError(field, f"{value!r} is not allowed; expected a number")
-    return float(value)
-
-
-def _packaged(file: str) -> str:
-    return resources.files("forerun.plan").joinpath(file).read_text(encoding="utf-8")
-
-
-def _read(text: str, where: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError(where, f"not TOML: {error}") from error
+        number = float(value) if _real(value) else math.nan  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise PlanError(field, f"{shown(value)} is not allowed; expected a number")
+    return number
+
+
+def _packaged(file: str) -> dict[str, Any]:
+    return tomllib.loads(resources.files("forerun.plan").joinpath(file).read_text(encoding="utf-8"))
 
 
 def _found(field: str, name: str, known: Mapping[str, T]) -> T:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 
 _FUNCTIONS = MappingProxyType(
     {"min": min, "max": max, "sqrt": math.sqrt, "log": math.log, "ceil": math.ceil, "floor": math.floor}
 )
-_SYMBOL = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
+_ALLOWED = (
+    ast.Expression,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.operator,
+    ast.unaryop,
+    ast.Call,
+    ast.Name,
+    ast.Load,
+    ast.Constant,
+)
 
 
 @dataclass(frozen=True)
@@ -38,22 +49,32 @@ class Derivation:
     lines: list[Line] = field(default_factory=list)
 
     def given(self, symbol: str, value: float, unit: str, source: str) -> float:
-        """Adds an input, once."""
-        if any(line.symbol == symbol for line in self.lines):
-            return value
-        self.lines.append(Line(symbol, value, unit, "", source))
+        """Adds an input, once. Raises ValueError if the symbol stands for another number already."""
+        self._add(Line(symbol, value, unit, "", source))
         return value
 
     def derived(self, symbol: str, formula: str, unit: str, source: str = "") -> float:
-        """Adds a number computed by its formula, and returns it. Raises ValueError if a symbol has no line yet."""
+        """Adds a number computed by its formula, and returns it.
+
+        Raises ValueError if a symbol of the formula has no line yet, or the new one stands for another number.
+        """
         value = evaluate(formula, {line.symbol: line.value for line in self.lines})
-        self.lines.append(Line(symbol, value, unit, formula, source))
+        self._add(Line(symbol, value, unit, formula, source))
         return value
 
     def extend(self, lines: Iterable[Line]) -> None:
-        """Adds the lines of another derivation whose symbols this one doesn't have."""
-        known = {line.symbol for line in self.lines}
-        self.lines += [line for line in lines if line.symbol not in known]
+        """Adds the lines of another derivation that this one doesn't have. Raises ValueError if both have a symbol for
+        different numbers; a prefix keeps them apart."""
+        for line in lines:
+            self._add(line)
+
+    def _add(self, line: Line) -> None:
+        for known in self.lines:
+            if known.symbol == line.symbol:
+                if known.value != line.value:
+                    raise ValueError(f"{line.symbol} is {known.value:g} already, not {line.value:g}")
+                return
+        self.lines.append(line)
 
     @property
     def value(self) -> float:
@@ -62,8 +83,22 @@ class Derivation:
 
 
 def evaluate(formula: str, values: Mapping[str, float]) -> float:
-    """The value of a formula. Raises ValueError if it names a symbol that has no value."""
-    unknown = set(_SYMBOL.findall(formula)) - values.keys() - _FUNCTIONS.keys()
+    """The value of a formula: numbers, symbols, + - * / **, and the functions min, max, sqrt, log, ceil and floor.
+
+    Raises ValueError if it is anything else, or names a symbol that has no value.
+    """
+    code = _compiled(formula)
+    unknown = set(code.co_names) - values.keys() - _FUNCTIONS.keys()
     if unknown:
         raise ValueError(f"{formula!r} needs {', '.join(sorted(unknown))}")
-    return float(eval(formula, {"__builtins__": {}}, {**_FUNCTIONS, **values}))
+    return float(eval(code, {"__builtins__": {}}, {**_FUNCTIONS, **values}))
+
+
+@functools.cache
+def _compiled(formula: str) -> CodeType:
+    tree = ast.parse(formula, mode="eval")
+    for node in ast.walk(tree):
+        called = not isinstance(node, ast.Call) or isinstance(node.func, ast.Name)
+        if not isinstance(node, _ALLOWED) or not called:
+            raise ValueError(f"{formula!r} is more than arithmetic")
+    return compile(tree, formula, "eval")

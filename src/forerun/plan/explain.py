@@ -146,11 +146,12 @@ def _attention(
     d.given(f"{s}_layers", group.repeats, "layers", group.name)
     d.given(f"{s}_kv_width", attention.kv_width, "numbers", "kept a token and layer")
     d.given(f"{s}_pair_width", attention.pair_width, "products", "for each query and key, all heads, scores and values")
-    d.given(f"{s}_kv_shards", min(where.tensor, attention.kv_shards), "accelerators", "over which the cache is split")
+    heads = f"{attention.kv_shards} key-value heads" if attention.kv_shards > 1 else "kept whole"
+    d.given(f"{s}_kv_share", attention.kept_share(where.tensor), "", f"of the cache on each accelerator: {heads}")
     keys, pairs = f"{p}context", f"{p}queries * {p}context + {p}queries * ({p}queries + 1) / 2"
     if attention.window is not None:
         d.given(f"{s}_window", attention.window, "tokens", "a query sees no more")
-        keys = f"min({p}context, {s}_window + {p}queries - 2)"
+        keys = f"min({p}context, {s}_window - 1)"
         open_ = f"floor(min(max({s}_window - {p}context, 0), {p}queries))"
         d.derived(f"{s}_unclipped", open_, "queries", "that see all before them")
         pairs = f"{s}_unclipped * {p}context + {s}_unclipped * ({s}_unclipped + 1) / 2"
@@ -158,7 +159,7 @@ def _attention(
     d.derived(f"{s}_keys", keys, "tokens", "read for each sequence")
     d.derived(f"{s}_pairs", pairs, "pairs", "of query and key, each sequence")
     return (
-        f"{s}_layers * {s}_kv_width * ({s}_keys + {p}queries) * {p}sequences * kv_number_bytes / {s}_kv_shards",
+        f"{s}_layers * {s}_kv_width * ({s}_keys + {p}queries) * {p}sequences * kv_number_bytes * {s}_kv_share",
         f"2 * {s}_layers * {s}_pair_width * {s}_pairs * {p}sequences / tensor",
     )
 

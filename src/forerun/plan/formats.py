@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -17,13 +18,15 @@ WEIGHT_BITS: Mapping[str, float] = MappingProxyType({
 })  # fmt: skip
 """Bits a weight, scales included."""
 
+_BITS = re.compile(r"(\d{1,2}(?:\.\d{1,6})?)bits", re.ASCII)
+
 NUMBER_BYTES: Mapping[str, int] = MappingProxyType({"f32": 4, "bf16": 2, "f16": 2, "fp8": 1, "int8": 1})
 """Bytes of an activation or of a number in the KV cache."""
 
 
 @dataclass(frozen=True)
 class WeightFormats:
-    """In which format each kind of weight is stored, by the keys of `WEIGHT_BITS`.
+    """In which format each kind of weight is stored, as `weight_bits` has it.
 
     linear: attention, dense feed-forward, routers. experts: routed and shared experts. head: the output matrix.
     embedding: the input matrix (the same one as the head, if they are tied).
@@ -36,21 +39,35 @@ class WeightFormats:
 
     def __post_init__(self) -> None:
         for kind in ("linear", "experts", "head", "embedding"):
-            if getattr(self, kind) not in WEIGHT_BITS:
-                raise PlanError(
-                    f"weights ({kind})",
-                    f"{getattr(self, kind)!r} is no known format; expected one of {', '.join(WEIGHT_BITS)}",
-                )
+            weight_bits(f"weights ({kind})", getattr(self, kind))
 
     def bytes_of(self, kind: str) -> float:
         """Bytes a weight of one kind."""
-        return WEIGHT_BITS[getattr(self, kind)] / 8
+        return weight_bits(f"weights ({kind})", getattr(self, kind)) / 8
 
     def quantized(self, weights: str | None, head: str | None = None) -> WeightFormats:
         """The same model with its layers in `weights`, its head and embedding in `head`; None leaves them as they are,
         as most published quantizations do with the latter."""
         layers = self if weights is None else replace(self, linear=weights, experts=weights)
         return layers if head is None else replace(layers, head=head, embedding=head)
+
+
+def weight_bits(field: str, name: str) -> float:
+    """Bits a weight of a format: one of `WEIGHT_BITS`, or a number such as "4.93bits" for a mixture of formats.
+
+    Raises:
+        PlanError: `name` is neither; it names `field`.
+    """
+    bits = WEIGHT_BITS.get(name)
+    if bits is not None:
+        return bits
+    mixture = _BITS.fullmatch(name)
+    if mixture is None or not 0 < float(mixture[1]) <= 64:
+        raise PlanError(
+            field,
+            f"{name!r} is no known format; expected one of {', '.join(WEIGHT_BITS)}, or a mean such as 4.93bits",
+        )
+    return float(mixture[1])
 
 
 def number_bytes(field: str, name: str) -> int:

@@ -55,6 +55,53 @@ class Efficiency:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What an `Efficiency` was fitted to, and so where it may be believed.
+
+    model: whose steps were timed. batch, queries, context: the least and the largest of each (`steptime.Load`). points:
+    step times behind the fit. error_max: largest deviation of the fit from one of them, as a share of it. sha256, cpu,
+    threads, date: of the model's file, the processor, its threads and the measurement, where they are known.
+    """
+
+    model: str
+    batch: tuple[float, float]
+    queries: tuple[float, float]
+    context: tuple[float, float]
+    points: int
+    error_max: float
+    sha256: str = ""
+    cpu: str = ""
+    threads: int = 0
+    date: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "queries", "context"):
+            ends = tuple(getattr(self, name))
+            if len(ends) != 2 or not all(isinstance(end, int | float) for end in ends) or not ends[0] <= ends[1]:
+                raise PlanError(f"measured: {name}", f"{list(ends)} is not allowed; expected the least and the largest")
+            object.__setattr__(self, name, ends)
+
+    @property
+    def ranges(self) -> str:
+        """The ranges in words."""
+        batch, queries, context = (_range(*ends) for ends in (self.batch, self.queries, self.context))
+        return f"{self.model}, batch {batch}, {queries} new tokens each, context {context}"
+
+    def beyond(self, *, batch: float, queries: float, context: float, model: str | None = None) -> list[str]:
+        """What of a step lies outside of what was measured, one phrase each; empty: nothing. None: any model."""
+        found = [] if model in (None, self.model) else [f"model {model} (measured {self.model})"]
+        for name, value in (("batch", batch), ("queries", queries), ("context", context)):
+            least, largest = getattr(self, name)
+            if not least <= value <= largest:
+                found.append(f"{name} {value:g} (measured {_range(least, largest)})")
+        return found
+
+
+def _range(least: float, largest: float) -> str:
+    return f"{least:g}" if least == largest else f"{least:g} to {largest:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hardware:
     """One accelerator (or the CPU of a machine) by its data sheet.
 
@@ -62,7 +109,7 @@ class Hardware:
     computed in, only stored. bandwidth: of its memory, bytes/s. memory: bytes. link: bytes/s to the other accelerators
     of a tensor-parallel group, one direction; 0: none. link_us: microseconds that a collective takes at least. host:
     bytes/s to the host's memory, for swapping. sources: where each number is from, by field. efficiency: what is
-    reached of it, where that was measured; None: the general defaults.
+    reached of it, where that was measured; None: the general defaults. measured: by which step times.
     """
 
     name: str
@@ -74,6 +121,7 @@ class Hardware:
     host: float = 0.0
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     efficiency: Efficiency | None = None
+    measured: Measured | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):

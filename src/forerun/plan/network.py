@@ -5,6 +5,7 @@ Targets and drafters are both networks, so one model of a step prices them all.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -48,6 +49,11 @@ class Attention(NamedTuple):
     pair_width: int
     window: int | None = None
 
+    def kept_share(self, tensor: int) -> float:
+        """Share of the cache that each of `tensor` accelerators keeps and reads: whole key-value heads, so as many as
+        the one with the most of them."""
+        return math.ceil(self.kv_shards / tensor) / self.kv_shards
+
     def pairs(self, queries: int, context: float) -> float:
         """Pairs of query and key when `queries` tokens follow `context` cached ones, each seeing itself and what is
         before it."""
@@ -57,11 +63,9 @@ class Attention(NamedTuple):
         n = int(whole)
         return n * context + n * (n + 1) / 2 + (queries - n) * float(self.window)
 
-    def keys(self, queries: int, context: float) -> float:
-        """Cached tokens that are read, each once for all queries of a sequence."""
-        if self.window is None:
-            return context
-        return min(context, self.window + queries - 2)
+    def keys(self, context: float) -> float:
+        """Cached tokens that are read, each once for all queries of a sequence: the first one sees the most of them."""
+        return context if self.window is None else min(context, self.window - 1.0)
 
 
 class Layers(NamedTuple):

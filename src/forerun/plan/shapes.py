@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import NoReturn
 
 from forerun.errors import PlanError
 from forerun.plan.formats import WeightFormats
 from forerun.plan.network import Attention, Kind, Layers, Linear, Network
+
+MOST = 10**9
+"""Nothing in a shape is larger; a number that is comes from a slip of the keyboard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +35,15 @@ class Experts:
     """A mixture of experts in place of a layer's feed-forward.
 
     n, active: routed experts of a layer, and those a token uses. intermediate: of one. shared: intermediate width of
-    what every token uses besides, 0 for none. dense_layers: layers at the beginning that have none.
+    what every token uses besides, 0 for none. shared_gate: a learned weight of the shared part for each token.
+    dense_layers: layers that have a plain feed-forward instead.
     """
 
     n: int
     active: int
     intermediate: int
     shared: int = 0
+    shared_gate: bool = False
     dense_layers: int = 0
 
 
@@ -81,32 +87,40 @@ class ModelShape:
     source: str = ""
 
     def __post_init__(self) -> None:
-        positive = ("hidden", "layers", "heads", "kv_heads", "head_dim", "vocab")
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name in positive and value < 1:
-                raise PlanError(f"{self.name}: {item.name}", f"{value} is not allowed; expected at least 1")
-            if isinstance(value, int) and not isinstance(value, bool) and value < 0:
-                raise PlanError(f"{self.name}: {item.name}", f"{value} is not allowed; expected at least 0")
-        if self.heads % self.kv_heads:
-            raise PlanError(
-                f"{self.name}: kv_heads", f"{self.heads} heads can't share {self.kv_heads} key-value heads evenly"
-            )
-        if self.window_layers > self.layers:
-            raise PlanError(f"{self.name}: window_layers", f"{self.window_layers} of {self.layers} layers")
-        if self.window_layers and not self.window:
-            raise PlanError(f"{self.name}: window", f"missing, though {self.window_layers} layers have one")
+        self._check_sizes(self, "", ("hidden", "layers", "heads", "kv_heads", "head_dim", "vocab"))
+        if self.latent is not None:
+            self._check_sizes(self.latent, "latent.", ("kv_rank", "nope", "value"))
         experts = self.experts
         if experts is not None:
-            if not 1 <= experts.active <= experts.n:
-                raise PlanError(
-                    f"{self.name}: experts", f"a token uses {experts.active} of {experts.n}; expected 1 to {experts.n}"
-                )
-            if not 0 <= experts.dense_layers <= self.layers:
-                raise PlanError(f"{self.name}: dense_layers", f"{experts.dense_layers} of {self.layers} layers")
+            self._check_sizes(experts, "experts.", ("n", "active", "intermediate"))
+            if experts.active > experts.n:
+                self._refuse("experts", f"a token uses {experts.active} of {experts.n}; expected 1 to {experts.n}")
+            if experts.dense_layers > self.layers:
+                self._refuse("dense_layers", f"{experts.dense_layers} of {self.layers} layers")
+            if experts.shared_gate and not experts.shared:
+                self._refuse("experts.shared", "missing, though the shared part has a gate")
+        if self.heads % self.kv_heads:
+            self._refuse("kv_heads", f"{self.heads} heads can't share {self.kv_heads} key-value heads evenly")
+        if self.window_layers > self.layers:
+            self._refuse("window_layers", f"{self.window_layers} of {self.layers} layers")
+        if self.window_layers and not self.window:
+            self._refuse("window", f"missing, though {self.window_layers} layers have one")
+        if self.window and not self.window_layers:
+            self._refuse("window_layers", f"missing, though there is a window of {self.window} tokens")
         n_dense = self.layers if experts is None else experts.dense_layers
         if n_dense and not self.intermediate:
-            raise PlanError(f"{self.name}: intermediate", f"missing, though {n_dense} layers are dense")
+            self._refuse("intermediate", f"missing, though {n_dense} layers are dense")
+
+    def _check_sizes(self, part: ModelShape | LatentAttention | Experts, where: str, positive: tuple[str, ...]) -> None:
+        for item in fields(part):
+            value = getattr(part, item.name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                least = int(item.name in positive)
+                if not least <= value <= MOST:
+                    self._refuse(where + item.name, f"{value} is not allowed; expected {least} to {MOST}")
+
+    def _refuse(self, field: str, message: str) -> NoReturn:
+        raise PlanError(f"{self.name}: {field}", message)
 
     def attention(self, window: int | None = None, n_in: int | None = None) -> tuple[tuple[Linear, ...], Attention]:
         """Matrices and cache of a layer's attention. `n_in`: width of what queries, keys and values read (default:
@@ -143,10 +157,12 @@ class ModelShape:
         experts = self.experts
         assert experts is not None, "only a model with experts has sparse layers"
         shared = self._mlp("shared_expert", experts.shared, "experts", 1, 1) if experts.shared else ()
+        gate = (Linear("shared_expert_gate", self.hidden, 1),) if experts.shared_gate else ()
         return (
             Linear("router", self.hidden, experts.n, n_bias=experts.n * self.mlp_bias),
             *self._mlp("experts", experts.intermediate, "experts", experts.n, experts.active),
             *shared,
+            *gate,
         )
 
     def _mlp(self, name: str, width: int, kind: Kind, n: int, active: int) -> tuple[Linear, ...]:
@@ -179,17 +195,20 @@ class ModelShape:
     def network(self) -> Network:
         """The model without its multi-token-prediction modules."""
         n_dense = self.layers if self.experts is None else self.experts.dense_layers
+        n_sparse = self.layers - n_dense
+        # Which layers have the window makes no difference to the cost, but for the kind of their feed-forward; where
+        # there are both kinds, the few dense ones at the beginning have it last.
+        windowed = {True: min(self.window_layers, n_sparse)}
+        windowed[False] = self.window_layers - windowed[True]
         groups: list[Layers] = []
-        # Windowed layers are taken from the sparse ones (or the only ones): no known model has both kinds of mixture.
-        n_main = self.layers - n_dense if self.experts is not None else n_dense
-        sparse = self.experts is not None
-        if sparse and n_dense:
-            groups.append(self.layer_group("dense layers", n_dense, sparse=False))
-        n_windowed = min(self.window_layers, n_main)
-        if n_main - n_windowed:
-            groups.append(self.layer_group("layers", n_main - n_windowed, sparse=sparse))
-        if n_windowed:
-            groups.append(self.layer_group("windowed layers", n_windowed, sparse=sparse, window=self.window))
+        for sparse, count in ((False, n_dense), (True, n_sparse)):
+            name = "dense layers" if n_sparse and not sparse else "layers"
+            n_open = count - windowed[sparse]
+            if n_open:
+                groups.append(self.layer_group(name, n_open, sparse=sparse))
+            if windowed[sparse]:
+                name = f"windowed {name}"
+                groups.append(self.layer_group(name, windowed[sparse], sparse=sparse, window=self.window))
         return Network(
             self.name, self.hidden, tuple(groups), self.head, self.vocab * self.hidden, not self.tied, self.formats,
             n_other=self.hidden,

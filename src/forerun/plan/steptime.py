@@ -21,6 +21,10 @@ LOGIT_BYTES = 4
 """The head writes float32 scores."""
 
 
+MOST = 10**9
+"""The largest batch, and the most tokens: far more than any machine holds, and small enough to multiply."""
+
+
 class Load(NamedTuple):
     """Who shares a forward: `batch` sequences, each with `queries` new tokens after `context` cached ones.
 
@@ -36,10 +40,18 @@ class Load(NamedTuple):
         """Raises PlanError naming what is out of range."""
         for name in ("batch", "queries"):
             value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1):
-                raise PlanError(name, f"{value} is not allowed; expected a whole number, at least 1")
-        if not 0 <= self.context < math.inf:
-            raise PlanError("context", f"{self.context} is not allowed; expected at least 0 tokens")
+            if not (isinstance(value, int) and 1 <= value <= MOST):
+                raise PlanError(name, f"{_short(value)} is not allowed; expected a whole number from 1 to {MOST}")
+        if self.scored is not None and not 0 <= self.scored <= self.queries:
+            raise PlanError("scored", f"{self.scored} is not allowed; expected 0 to {self.queries} tokens")
+        if not 0 <= self.context <= MOST:
+            raise PlanError("context", f"{_short(self.context)} is not allowed; expected 0 to {MOST} tokens")
+
+
+def _short(value: float) -> str:
+    """A number that may have any number of digits."""
+    text = str(value) if not isinstance(value, int) or abs(value) < 10**20 else "a number of more than 20 digits"
+    return text[:40]
 
 
 class Part(NamedTuple):
@@ -102,6 +114,16 @@ class ForwardTime:
         for part in self.parts:
             waited[part.bound] = waited.get(part.bound, 0.0) + part.seconds
         return max(waited, key=waited.__getitem__)
+
+    @property
+    def beyond_measured(self) -> list[str]:
+        """What of it lies outside of the step times that the efficiency was fitted to, one phrase each. Empty: nothing,
+        or the efficiency is no measured one."""
+        measured = self.deployment.hardware.measured
+        if measured is None or self.deployment.efficiency is not None:
+            return []
+        batch, queries, context, _scored = self.load
+        return measured.beyond(batch=batch, queries=queries, context=context, model=self.network.name)
 
     def part(self, name: str) -> Part:
         """The phase of that name. KeyError if there is none."""
@@ -174,9 +196,9 @@ def forward_time(network: Network, deployment: Deployment, load: Load) -> Forwar
     for group in network.layers:
         attention = group.attention
         if attention is not None:
-            kept = attention.keys(load.queries, load.context) + load.queries
-            shards = min(t, attention.kv_shards)
-            kv += group.repeats * attention.kv_width * kept * sequences * deployment.kv_bytes / shards
+            kept = attention.keys(load.context) + load.queries
+            share = attention.kept_share(t)
+            kv += group.repeats * attention.kv_width * kept * sequences * deployment.kv_bytes * share
             pairs = attention.pairs(load.queries, load.context)
             flops += 2 * group.repeats * attention.pair_width * pairs * sequences / t
     if flops:
