@@ -6,6 +6,7 @@ Sources: Medusa (arXiv 2401.10774), EAGLE (2401.15077), EAGLE-3 (2503.01840), mu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -20,6 +21,9 @@ DrafterKind = Literal["ngram", "medusa", "model", "eagle", "eagle3", "mtp"]
 
 EAGLE3_VOCAB = 32_000
 """Tokens that an EAGLE-3 head can propose, unless it says otherwise (`draft_vocab_size`)."""
+
+LONGEST_DRAFT = 63
+"""Tokens of a draft: with the one that it continues they fill a 64-bit mask of a tree."""
 
 
 class DraftForward(NamedTuple):
@@ -45,7 +49,7 @@ class PricedDrafter:
     name: str
     kind: DrafterKind
     network: Network | None
-    longest: int = 63
+    longest: int = LONGEST_DRAFT
     parallel: bool = False
     catch_up: int | None = 0
     host_us: float = 0.0
@@ -54,10 +58,12 @@ class PricedDrafter:
         """The forwards behind a draft of `length` levels with `width` nodes a level (the first has one parent).
 
         Raises:
-            PlanError: it can't draft that far.
+            PlanError: it can't draft that far, or no node wide.
         """
         if not 0 <= length <= self.longest:
             raise PlanError("draft length", f"{length} is not allowed for {self.name}; expected 0 to {self.longest}")
+        if width < 1:
+            raise PlanError("width", f"{width} is not allowed; expected at least 1 node a level")
         if self.network is None or length == 0:
             return []
         if self.parallel:
@@ -82,6 +88,13 @@ class PricedDrafter:
         forwards = self.times(deployment, batch, context, length, width)
         return self.host_us * 1e-6 + sum(forward.seconds * repeats for forward, repeats in forwards)
 
+    def fraction(
+        self, target: Network, deployment: Deployment, batch: int, context: float, length: int, width: int = 1
+    ) -> float:
+        """Time of a draft in plain steps of `target` with the same load: length times the c of arXiv 2211.17192."""
+        step = forward_time(target, deployment, Load(batch, 1, context)).seconds + deployment.eff.step_us * 1e-6
+        return self.seconds(deployment, batch, context, length, width) / step
+
     @property
     def weight_bytes(self) -> float:
         """Bytes of its own weights."""
@@ -93,9 +106,11 @@ class PricedDrafter:
         return self.network.kv_width if self.network else 0
 
 
-def _repeated(head: Network, n: int) -> Network:
-    """`n` heads beside one another."""
-    return replace(head, layers=tuple(group._replace(repeats=n * group.repeats) for group in head.layers))
+def _repeated(one: Network, n: int) -> Network:
+    """`n` Medusa heads beside one another: their vocabulary matrices are one that is as much wider."""
+    assert one.head is not None
+    layers = tuple(group._replace(repeats=n * group.repeats) for group in one.layers)
+    return replace(one, layers=layers, head=one.head._replace(n_out=n * one.head.n_out))
 
 
 def _owned(drafter: PricedDrafter) -> Network:
@@ -110,11 +125,19 @@ def ngram(name: str = "ngram", *, host_us: float = 0.0) -> PricedDrafter:
 
 def medusa(target: ModelShape, *, heads: int = 4, layers: int = 1) -> PricedDrafter:
     """`heads` heads on the target's last hidden state, each `layers` residual blocks and a vocabulary matrix of its
-    own."""
+    own. All of it is trained on top of the target and stays in 16 bits, whatever the target's weights are in.
+
+    Raises:
+        PlanError: no head, or more than a draft can have tokens.
+    """
+    if not 1 <= heads <= LONGEST_DRAFT:
+        raise PlanError("drafter", f"{heads} Medusa heads; expected 1 to {LONGEST_DRAFT}")
     hidden = target.hidden
     blocks = tuple(Linear(f"block.{i}", hidden, hidden, n_bias=hidden) for i in range(layers))
-    head = Layers("medusa head", 1, (*blocks, Linear("medusa lm_head", hidden, target.vocab, "head")), None)
-    network = Network(f"medusa on {target.name}", hidden, (head,), None, 0, False, target.formats)
+    network = Network(
+        f"medusa on {target.name}", hidden, (Layers("medusa blocks", 1, blocks, None),),
+        Linear("medusa lm_head", hidden, target.vocab, "head"), 0, True, WeightFormats(),
+    )  # fmt: skip
     return PricedDrafter(f"medusa-{heads}", "medusa", network, longest=heads, parallel=True)
 
 
@@ -122,7 +145,7 @@ def model(draft: ModelShape, target: ModelShape | None = None) -> PricedDrafter:
     """A smaller model of the same vocabulary.
 
     Raises:
-        PlanError: the vocabularies differ by more than padding (128 rows and more are a different one).
+        PlanError: the vocabularies differ by 1,024 rows or more, which padding doesn't explain.
     """
     if target is not None and abs(draft.vocab - target.vocab) >= 1024:
         raise PlanError(
@@ -133,29 +156,40 @@ def model(draft: ModelShape, target: ModelShape | None = None) -> PricedDrafter:
     return PricedDrafter(draft.name, "model", draft.network, catch_up=1)
 
 
-def eagle(target: ModelShape) -> PricedDrafter:
-    """EAGLE: one decoder layer over embedding and hidden state, with the target's embedding and head."""
-    layer = _dense_layer(target, target.hidden)
+def eagle(target: ModelShape, *, intermediate: int | None = None) -> PricedDrafter:
+    """EAGLE: one decoder layer over embedding and hidden state, with the target's embedding and head. The layer has no
+    norm before its attention, and none follows it. `intermediate`: width of its feed-forward (`_llama_layer`)."""
+    layer = _llama_layer(target, target.hidden, intermediate)
+    layer = layer._replace(n_other=layer.n_other - target.hidden)
     fuse = Layers("fuse", 1, (Linear("fc", 2 * target.hidden, target.hidden),), None)
     network = Network(
-        f"eagle on {target.name}", target.hidden, (fuse, layer), target.head, 0, False, _dense(target.formats)
-    )
+        f"eagle on {target.name}", target.hidden, (fuse, layer), target.head, 0, False,
+        replace(target.formats, linear="bf16", experts="bf16"),
+    )  # fmt: skip
     return PricedDrafter("eagle", "eagle", network, catch_up=None)
 
 
-def eagle3(target: ModelShape, *, draft_vocab: int | None = EAGLE3_VOCAB) -> PricedDrafter:
+def eagle3(
+    target: ModelShape, *, draft_vocab: int | None = EAGLE3_VOCAB, intermediate: int | None = None
+) -> PricedDrafter:
     """EAGLE-3: hidden states of three layers fused, one decoder layer over it and the embedding, and a head of its own
-    over `draft_vocab` tokens (None: the whole vocabulary)."""
+    over `draft_vocab` tokens (None: the whole vocabulary). In 16 bits, whatever the target's weights are in.
+    `intermediate`: width of its feed-forward (`_llama_layer`).
+
+    Raises:
+        PlanError: the draft vocabulary is larger than the target's.
+    """
     hidden = target.hidden
     vocab = target.vocab if draft_vocab is None else draft_vocab
     if not 1 <= vocab <= target.vocab:
         raise PlanError("draft_vocab", f"{vocab} is not allowed; expected 1 to the target's {target.vocab}")
     fuse = Layers("fuse", 1, (Linear("fc", 3 * hidden, hidden),), None)
     network = Network(
-        f"eagle3 on {target.name}", hidden, (fuse, _dense_layer(target, 2 * hidden)),
-        Linear("lm_head", hidden, vocab, "head"), 0, True, _dense(target.formats),
+        f"eagle3 on {target.name}", hidden, (fuse, _llama_layer(target, 2 * hidden, intermediate)),
+        Linear("lm_head", hidden, vocab, "head"), 0, True, WeightFormats(), n_other=2 * hidden,
     )  # fmt: skip
-    return PricedDrafter("eagle3", "eagle3", network, catch_up=None)
+    name = "eagle3-full" if draft_vocab is None else "eagle3" if vocab == EAGLE3_VOCAB else f"eagle3-{vocab}"
+    return PricedDrafter(name, "eagle3", network, catch_up=None)
 
 
 def mtp(target: ModelShape) -> PricedDrafter:
@@ -173,17 +207,20 @@ def mtp(target: ModelShape) -> PricedDrafter:
     return PricedDrafter("mtp", "mtp", network, catch_up=None)
 
 
-def _dense_layer(target: ModelShape, n_in: int) -> Layers:
-    """One decoder layer like the target's, its feed-forward dense: as wide as the target's, or as what a token uses of
-    its experts."""
-    experts = target.experts
-    width = target.intermediate or (experts.active * experts.intermediate + experts.shared if experts else 0)
-    dense = replace(target, intermediate=width, experts=None, window=None, window_layers=0)
-    linears, attention = dense.attention(n_in=n_in)
-    other = dense.layer_group("", 1, sparse=False).n_other
-    return Layers("layer", 1, (*linears, *dense.feed_forward(sparse=False)), attention, other)
-
-
-def _dense(formats: WeightFormats) -> WeightFormats:
-    """What is trained on top of a quantized model stays in 16 bits; what is the target's has the target's format."""
-    return replace(formats, linear="bf16", experts="bf16")
+def _llama_layer(target: ModelShape, n_in: int, intermediate: int | None) -> Layers:
+    """One decoder layer as in Llama, which EAGLE heads have whatever the target's layers are like: the target's heads,
+    or 128 numbers a head and 8 key-value heads where the target's attention is latent; no biases; a dense feed-forward,
+    by default as wide as the target's, or as what a token uses of its experts."""
+    experts, latent = target.experts, target.latent
+    if intermediate is None:
+        intermediate = target.intermediate or (experts.active * experts.intermediate + experts.shared if experts else 0)
+    heads, kv_heads, head_dim = target.heads, target.kv_heads, target.head_dim
+    if latent is not None:
+        heads, head_dim = max(target.hidden // 128, 1), 128
+        kv_heads = math.gcd(heads, 8)
+    like = ModelShape(
+        name=target.name, hidden=target.hidden, layers=1, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        vocab=target.vocab, intermediate=intermediate,
+    )  # fmt: skip
+    linears, attention = like.attention(n_in=n_in)
+    return Layers("layer", 1, (*linears, *like.feed_forward(sparse=False)), attention, 2 * target.hidden)

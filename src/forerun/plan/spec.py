@@ -42,12 +42,17 @@ def proposal_of(text: str, target: ModelShape, model: Callable[[str], ModelShape
     if equals and not argument:
         raise PlanError("drafter", f"{text!r} has nothing behind its =")
     rates = ASSUMED[kind]
+    drafter = _drafter(kind, argument, text, target, model)
     if colon:
         try:
             rates = tuple(float(word) for word in tail.split(","))
         except ValueError as error:
             raise PlanError("drafter", f"{text!r}: {tail!r} is not a list of rates such as 0.8,0.7") from error
-    return Proposal(_drafter(kind, argument, text, target, model), Acceptance(rates))
+        if len(rates) > drafter.longest:
+            raise PlanError(
+                "drafter", f"{text!r} has {len(rates)} rates for a draft of at most {drafter.longest} tokens"
+            )
+    return Proposal(drafter, Acceptance(rates))
 
 
 def _drafter(
