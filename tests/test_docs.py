@@ -37,7 +37,18 @@ WITH_EXAMPLES = [
     "draft-length.md",
     "drafting.md",
     "exactness.md",
+    "plan-calibrate.md",
+    "plan-capacity.md",
+    "plan-catalog.md",
+    "plan-claim.md",
+    "plan-export.md",
+    "plan-policy.md",
+    "plan-speculate.md",
+    "plan-tree.md",
+    "plan-worked-numbers.md",
+    "plan.md",
     "sampling.md",
+    "step-time.md",
     "verification.md",
 ]
 
@@ -347,7 +358,7 @@ def test_the_figures_of_the_sampling_page() -> None:
 def test_options_that_a_page_names_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in re.findall(r"`forerun ([^`]+)`", page.read_text()):
         words = command.split()
-        depth = 2 if words[0] in ("bench", "models") else 1
+        depth = 2 if words[0] in ("bench", "models", "plan") else 1
         assert dispatch([*words[:depth], "--help"]) == 0
         shown = capsys.readouterr().out
         for word in words[depth:]:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from forerun.cli import plan_step
+from forerun.cli import (
+    plan_calibrate,
+    plan_capacity,
+    plan_catalog,
+    plan_claim,
+    plan_export,
+    plan_policy,
+    plan_speculate,
+    plan_step,
+    plan_tree,
+)
 
 HELP = """Price models, drafters and claims from first principles: no GPU, no weights.
 
@@ -14,6 +24,16 @@ Each command prints a table; --explain prints how its numbers come about, --json
 def register(app: typer.Typer) -> None:
     """Add the command group."""
     group = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
-    for module in (plan_step,):
+    for module in (
+        plan_step,
+        plan_calibrate,
+        plan_catalog,
+        plan_speculate,
+        plan_export,
+        plan_claim,
+        plan_tree,
+        plan_capacity,
+        plan_policy,
+    ):
         module.register(group)
     app.add_typer(group, name="plan")
