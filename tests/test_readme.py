@@ -33,7 +33,7 @@ def test_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) >= 5
     for line in lines:
         words = shlex.split(line, comments=True)
-        depth = 2 if words[0] in ("bench", "models") else 1
+        depth = 2 if words[0] in ("bench", "models", "plan") else 1
         assert dispatch([*words[:depth], "--help"]) == 0
         shown = capsys.readouterr().out
         for word in words[depth:]:
