@@ -9,7 +9,7 @@ from functools import partial
 import typer
 
 from forerun import ops
-from forerun.cli import bench_constrain, bench_masks, bench_speculate
+from forerun.cli import bench_constrain, bench_masks, bench_serve, bench_speculate
 from forerun.cli.bench_setup import (
     JSON,
     MODEL,
@@ -45,6 +45,7 @@ def register(app: typer.Typer) -> None:
     group.command("speculate", help=bench_speculate.HELP)(bench_speculate.speculate)
     group.command("constrain", help=bench_constrain.HELP)(bench_constrain.constrain)
     group.command("masks", help=bench_masks.HELP)(bench_masks.masks)
+    group.command("serve", help=bench_serve.HELP)(bench_serve.serve)
     app.add_typer(group, name="bench")
 
 
