@@ -15,6 +15,7 @@ import pytest
 
 from forerun import cli
 from forerun.cli.plan_calibrate import HELP
+from forerun.plan.catalog import PlanCatalog
 from forerun.plan.derivation import evaluate
 from reference.scripts import loaded
 
@@ -115,7 +116,7 @@ def test_json_has_the_keys_of_the_help(report: str, capsys: pytest.CaptureFixtur
     assert found["saved"] is None
     assert found["kept_back_error_max"] == pytest.approx(max(abs(point["error"]) for point in found["points"]))
     for point in found["points"]:
-        assert point["error"] == pytest.approx(point["predicted_milliseconds"] / point["milliseconds"] - 1)
+        assert point["error"] == pytest.approx(point["predicted_ms"] / point["ms"] - 1)
     everything = data(capsys, "calibrate", report)
     assert everything["kept_back_error_max"] is None
     assert "derivation" not in everything
@@ -138,7 +139,7 @@ def test_the_derivation_gives_the_prediction_of_its_point(
         values[line["symbol"]] = line["value"]
     point = max(found["points"], key=lambda point: abs(point["error"]))
     assert found["explained"] == point["name"]
-    assert found["derivation"][-1]["value"] * 1e3 == pytest.approx(point["predicted_milliseconds"], rel=1e-12)
+    assert found["derivation"][-1]["value"] * 1e3 == pytest.approx(point["predicted_ms"], rel=1e-12)
     assert {"bandwidth_share", "compute_share"} <= values.keys()
     output = call(capsys, *options, "--explain")[1]
     assert f"seconds of {point['name']}, which was measured as" in output
@@ -153,7 +154,7 @@ def test_what_was_saved_is_used_and_its_limits_are_told(
     step = data(capsys, *within)
     assert step["beyond_measured"] == []
     point = next(point for point in found["points"] if point["tokens"] == 8)
-    assert step["forward_seconds"] * 1e3 == pytest.approx(point["predicted_milliseconds"], rel=1e-9)
+    assert step["forward_seconds"] * 1e3 == pytest.approx(point["predicted_ms"], rel=1e-9)
     assert step["seconds"] - step["forward_seconds"] == pytest.approx(266e-6)
     assert "beyond what was measured" not in call(capsys, *within)[1]
 
@@ -184,6 +185,35 @@ def test_points_of_other_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[
     step = data(capsys, "step", "-m", "llama-3.1-8b", "-g", "local", "-t", "2", "-b", "8", "-c", "2000")
     assert step["seconds"] * 1e3 == pytest.approx(points[1]["milliseconds"], rel=1e-3)
     assert step["beyond_measured"] == []
+
+
+@pytest.mark.parametrize("options", [[], ["--order", "inf"], ["--order", "2"], ["--ideal"], ["--layer-us", "50"]])
+def test_a_report_is_fitted_with_what_was_given_and_otherwise_as_the_benchmark_does(
+    options: list[str], report: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The larger of both is not "nothing given"."""
+    found = data(capsys, "calibrate", report, "--points", "2", *(["-m", MODEL] if options else []), *options)["setup"]
+    expected: dict[str, tuple[float, float]] = {
+        "": (3, 5), "--order inf": (math.inf, 5), "--order 2": (2, 5), "--ideal": (math.inf, 0),
+        "--layer-us 50": (3, 50),
+    }  # fmt: skip
+    order = math.inf if found["order"] is None else found["order"]
+    assert (order, found["layer_us"]) == expected[" ".join(options)]
+
+
+def test_command_and_benchmark_have_the_same_defaults(
+    plan_local: ModuleType, report: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the planner's own default for other machines is another one, or the hardware has its own."""
+    shape = PlanCatalog.load().model(MODEL)
+    fit = plan_local.predicted(shape, REPORT)
+    for gpu in ("h100", "local"):
+        found = data(capsys, "calibrate", report, "--points", "2", "-m", MODEL, "-g", gpu, "--save")
+        assert (found["setup"]["order"], found["setup"]["layer_us"]) == (
+            fit.deployment.eff.order, fit.deployment.eff.layer_us
+        )  # fmt: skip
+        assert [p["predicted_ms"] for p in found["points"]] == [p.predicted_seconds * 1e3 for p in fit.points]
+        data(capsys, "calibrate", report, "--points", "2", "-m", MODEL, "--layer-us", "9", "--save")
 
 
 def test_times_that_the_model_does_not_describe_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ def test_a_70b_on_four_h100(capsys: pytest.CaptureFixture[str]) -> None:
     code, output, errors = call(capsys, *MODEL)
     assert (code, errors) == (0, "")
     assert "KV a token: 320 KiB" in output
-    assert "90% of 4 x 80 GB - 141.1 GB of weights = 136.8 GiB, 448,281 tokens" in output
+    assert "90% of 4 x 80 GB - 141.1 GB of weights = 146.9 GB, 448,281 tokens" in output
     assert "444 at the start (315 MiB each), 356 on average (393.1 MiB), 298 to the end (470 MiB)" in output
     rows = {row[0]: row for row in (line.split() for line in output.splitlines()) if row and row[0].isdecimal()}
     assert rows["298"][-2:] == ["-", "-"]
@@ -54,7 +54,7 @@ def test_short_prompts_with_enormous_replies(capsys: pytest.CaptureFixture[str])
     "arguments",
     [
         MODEL,
-        (*MODEL, "--drafter", "eagle3:0.8,0.7", "--length", "3", "--block", "32", "--chunk", "512", "--batch", "1,16"),
+        (*MODEL, "-d", "eagle3:0.8,0.7", "-k", "3", "--block", "32", "--chunk", "512", "--batch", "1,16,900"),
         ("-m", "gpt-oss-20b", "--prompt", "50", "--reply", "20000"),
         ("-m", "deepseek-v3", "-g", "h200", "-t", "8", "-d", "mtp", "--kv", "fp8", "--utilization", "0.95"),
     ],
@@ -62,31 +62,70 @@ def test_short_prompts_with_enormous_replies(capsys: pytest.CaptureFixture[str])
 def test_the_derivation_ends_in_the_number_of_the_table(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
-    found = data(capsys, *arguments, "--explain")
-    values: dict[str, float] = {}
-    for line in found["derivation"]:
-        if line["formula"] is not None:
-            assert evaluate(line["formula"], values) == pytest.approx(line["value"])
-        values[line["symbol"]] = line["value"]
-    assert found["derivation"][-1]["value"] == found["fitting"]["to_the_end"]
-    assert values["pool"] == pytest.approx(found["pool_bytes"])
-    assert values["sequence_bytes"] == pytest.approx(found["sequence_bytes"]["at_end"])
+    found = data(capsys, *arguments)
+    for row in found["rows"]:
+        derivations = data(capsys, *arguments, "--explain-row", str(row["batch"]))["derivations"]
+        fills = row["fills_at"] is not None
+        fits, speed, *filling, again, swap = (evaluated(each["lines"]) for each in derivations)
+        ends = [each["lines"][-1]["symbol"] for each in derivations]
+        assert ends == [
+            "to_the_end", "throughput", *["tokens_each"] * fills, "recompute_seconds", "swap_seconds"
+        ]  # fmt: skip
+        assert fits["to_the_end"] == found["fitting"]["to_the_end"]
+        assert fits["pool"] == pytest.approx(found["pool_bytes"])
+        assert fits["sequence_bytes"] == pytest.approx(found["sequence_bytes"]["at_end"])
+        assert speed["at_tokens"] == row["context"]
+        assert speed["step_seconds"] == pytest.approx(row["step_seconds"], rel=1e-12)
+        assert speed["tokens_per_s"] == pytest.approx(row["tokens_per_s"], rel=1e-12)
+        assert speed["throughput"] == pytest.approx(row["throughput_tokens_per_s"], rel=1e-12)
+        for values in filling:
+            assert (values["full_at_step"], values["tokens_each"]) == (row["fills_at"], row["fills_tokens"])
+        first = found["preemptions"][0]
+        assert again["recompute_seconds"] == pytest.approx(first["recompute_seconds"], rel=1e-12)
+        assert swap["swap_seconds"] == pytest.approx(first["swap_seconds"], rel=1e-12)
+        assert swap["sequence_bytes"] == pytest.approx(first["swap_bytes"])
     _, output, _ = call(capsys, *arguments, "--explain")
-    assert f"{found['fitting']['to_the_end']} to the end" in output
-    for symbol in values:
-        assert symbol in output
+    for each in data(capsys, *arguments, "--explain")["derivations"]:
+        assert each["title"] in output
+        for line in each["lines"]:
+            assert line["symbol"] in output
+
+
+def evaluated(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """Values by symbol; each formula, evaluated over the lines before, gives its own."""
+    values: dict[str, float] = {}
+    for line in lines:
+        if line["formula"] is not None:
+            assert evaluate(line["formula"], values) == pytest.approx(line["value"], rel=1e-12)
+        else:
+            assert line["source"]
+        values[line["symbol"]] = line["value"]
+    return values
+
+
+def test_the_first_row_that_fills_the_pool_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    found = data(capsys, *MODEL, "--batches", "8,356,400", "--explain")
+    assert found["derivations"][2]["title"].startswith("the step at which 356 requests fill the pool")
+    last = data(capsys, *MODEL, "--batches", "8,16", "--explain")["derivations"]
+    assert last[1]["title"].startswith("16 requests at once")
+    assert len(last) == 4
 
 
 def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
     found = data(capsys, *MODEL, "--explain")
+    drafter = data(capsys, *MODEL, "--drafter", "ngram")["drafters"][0]
+    derivation = found["derivations"][0]
     keys = {
-        *found, *found["sequence_bytes"], *found["fitting"], *found["preemptions"][0], *found["rows"][0],
+        *found, *found["sequence_bytes"], *found["fitting"], *found["preemptions"][0], *found["rows"][0], *drafter,
+        *derivation, *derivation["lines"][0],
     }  # fmt: skip
-    documented = set(re.findall(r"\w+", HELP[HELP.index("--json prints") :]))
-    assert keys <= documented
+    [sentence] = re.findall(r"--json prints .*?\)\)\.", HELP, flags=re.DOTALL)
+    documented = set(re.findall(r"\w+", sentence))
+    assert keys - drafter.keys() <= documented
+    assert drafter.keys() <= set(re.findall(r"\w+", HELP))
     assert documented - keys == {"json", "prints", "beyond", "all", "windows", "and", "with", "explain"}
     for row in found["rows"]:
-        assert row["throughput"] == pytest.approx(row["batch"] * row["tokens_per_s"])
+        assert row["throughput_tokens_per_s"] == pytest.approx(row["batch"] * row["tokens_per_s"])
         assert row["tokens_per_s"] == pytest.approx(row["tokens_per_step"] / row["step_seconds"])
     assert [each["tokens"] for each in found["preemptions"]] == [1001, 1250, 1500]
 
@@ -105,7 +144,7 @@ def test_a_drafter_takes_memory_and_gives_speed(capsys: pytest.CaptureFixture[st
     assert fast["rows"][0]["tokens_per_s"] > 1.5 * plain["rows"][0]["tokens_per_s"]
     assert fast["rows"][0]["length"] > 0
     _, output, _ = call(capsys, *MODEL, "--drafter", "ngram")
-    assert "acceptance by depth, assumed, not measured: ngram 0.45" in output
+    assert "acceptance by depth, assumed, not measured: ngram 0.22" in output
 
 
 @pytest.mark.parametrize(
@@ -116,9 +155,11 @@ def test_a_drafter_takes_memory_and_gives_speed(capsys: pytest.CaptureFixture[st
         ((*MODEL, "--reply", "-1"), "reply"),
         ((*MODEL, "--prompt", "131072", "--reply", "1"), "reply"),
         ((*MODEL, "--prompt", "10000000000"), "prompt"),
-        ((*MODEL, "--batch", "0,1"), "batch"),
-        ((*MODEL, "--batch", "many"), "batch"),
-        ((*MODEL, "--batch", ""), "batch"),
+        ((*MODEL, "--batch", "0,1"), "batches"),
+        ((*MODEL, "--batches", "many"), "batches"),
+        ((*MODEL, "--batches", ""), "batches"),
+        ((*MODEL, "--batches", "1,2", "--explain-row", "3"), "explain-row"),
+        ((*MODEL, "--prompt", "131073", "--reply", "1"), "prompt"),
         ((*MODEL, "--block", "0"), "block"),
         ((*MODEL, "--chunk", "0"), "chunk"),
         ((*MODEL, "--utilization", "nan"), "utilization"),

@@ -118,9 +118,10 @@ def test_the_derivations_of_a_model(name: str, capsys: pytest.CaptureFixture[str
 def test_the_derivation_of_hardware(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = as_json(capsys, "hardware", name, "--explain")
     (hardware,) = found["hardware"]
-    assert check_derivation(found["derivation"]) == hardware["ridge"]
-    assert hardware["ridge"] == hardware["flops"]["bf16"] / hardware["bandwidth"]
+    assert check_derivation(found["derivation"]) == hardware["ridge_flops_per_byte"]
+    assert hardware["ridge_flops_per_byte"] == hardware["flops_per_s"]["bf16"] / hardware["bandwidth_bytes_per_s"]
     given = {line["symbol"]: line["source"] for line in found["derivation"] if line["formula"] is None}
+    assert hardware["memory_bytes"] == PlanCatalog.load().gpu(name).memory
     for field in ("bandwidth", "memory", "link", "link_us", "host"):
         assert given[field] == hardware["sources"][field]
     _, output, _ = call(capsys, "hardware", name, "--explain")
@@ -177,7 +178,7 @@ measured = { model = "tiny", batch = [1, 1], queries = [1, 16], context = [64, 6
     assert "source: not stated" in output
     found = as_json(capsys, "hardware", "local", "--catalog", str(path), "--explain")
     (hardware,) = found["hardware"]
-    assert (hardware["ridge"], hardware["ridge_type"], found["local_error"]) == (40, "int8", None)
+    assert (hardware["ridge_flops_per_byte"], hardware["ridge_type"], found["local_error"]) == (40, "int8", None)
     assert hardware["efficiency"]["order"] is None
     assert hardware["measured"]["queries"] == [1, 16]
     assert check_derivation([line for line in found["derivation"] if line["value"] is not None]) == 40
@@ -192,6 +193,9 @@ measured = { model = "tiny", batch = [1, 1], queries = [1, 16], context = [64, 6
     ("arguments", "said"),
     [
         (["models", "lama-3.1-8b"], "model: 'lama-3.1-8b' is not in the catalog; did you mean llama-3.1-8b?"),
+        (["models", "Lama-3.1-8B"], "model: 'Lama-3.1-8B' is not in the catalog; did you mean llama-3.1-8b?"),
+        (["models", "Qwen/Qwen3-32B"], "model: there is no file 'Qwen/Qwen3-32B'; did you mean qwen3-32b, of the cat"),
+        (["models", "meta-llama/Llama-3.3-70B-Instruct"], "did you mean llama-3.3-70b, of the catalog?"),
         (["models", "no/such/folder"], "model: there is no file 'no/such/folder'"),
         (["models", "x" * 5000 + ".json"], "model: there is no file 'xxx"),
         (["models", "a\0b"], "model: 'a\\x00b' is not in the catalog"),

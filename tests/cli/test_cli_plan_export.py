@@ -75,6 +75,8 @@ def test_the_derivation_gives_the_speedup_line_by_line(batch: str, capsys: pytes
     if int(batch) == bucket["lo"]:
         assert body["speedup"] == bucket["speedup_lo"]
     _, out, _ = run(*EAGLE, "--batch", batch, "--explain", capsys=capsys)
+    equation = "speedup = tokens_per_step / (draft_length * draft_cost + verify_ratio)"
+    assert f"\n{equation} = {body['speedup']:.5g} x\n" in out
     assert re.findall(r"^speedup +([\d.]+) x ", out, re.MULTILINE) == [f"{body['speedup']:.5g}"]
 
 
@@ -108,9 +110,10 @@ def test_a_file_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ({"--batch": "0"}, "batch: 0 is not allowed; expected 1 to 128"),
         ({"--batch": "129"}, "batch: 129 is not allowed"),
         ({"--longest": "0"}, "longest: 0 is not allowed"),
-        ({"--context": "nan"}, "context: nan is not allowed"),
-        ({"--context": "-5"}, "context: -5.0 is not allowed"),
-        ({"--context": "1e8"}, "memory: "),
+        ({"--context": "-5"}, "context: -5 is not allowed"),
+        ({"--context": "200000"}, "context: 200000 tokens are more than the 131072 of llama-3.3-70b"),
+        ({"--context": "100000"}, "memory: "),
+        ({"--for": "trtllm", "--context": "100000"}, "for: 'trtllm' is not allowed; expected one of vllm, sglang"),
         ({"-t": "1"}, "memory: the weights of llama-3.3-70b"),
         ({"-m": "no-such-model"}, "model: 'no-such-model' is not in the catalog"),
         ({"-g": "no-such-gpu"}, "gpu: 'no-such-gpu' is not in the catalog"),

@@ -20,6 +20,7 @@ from forerun.plan.workload import CODE_AND_CHAT, LONGEST
 
 MODEL = ["-m", "llama-3.1-8b", "-g", "h100"]
 QUICK = ["-n", "32"]
+PAGE = (Path(__file__).parents[2] / "docs" / "plan-policy.md").read_text(encoding="utf-8")
 POLICIES = ["per class", "adaptive", "oracle per request", "oracle per moment"]
 
 
@@ -60,13 +61,13 @@ def test_the_tables_show_the_json(capsys: pytest.CaptureFixture[str]) -> None:
             lengths = ", ".join(map(str, each["lengths"])) if each["lengths"] else "varies"
             assert next(shown) == [
                 found["drafter"], str(found["batch"]), each["policy"], lengths, f"{each['mean']:.3f}",
-                f"{each['p50']:.3f}", f"{each['p99']:.3f}", f"{each['slower']:.0%}", f"{each['throughput']:.3f}",
-                f"{round(each['gain'], 4) + 0.0:+.1%}",
+                f"{each['p50']:.3f}", f"{each['p99']:.3f}", f"{each['slower']:.0%}", f"{each['throughput_ratio']:.3f}",
+                f"{each['gain']:+.1%}".replace("-0.0%", "+0.0%"),
             ]  # fmt: skip
         best = found["steadiest"]
         row = next(steadiest)
         assert row[:3] == [found["drafter"], str(found["batch"]), best["policy"]]
-        assert row[4:] == [f"{best['p99']:.3f}", f"{best['slower']:.0%}", f"{best['throughput']:.3f}"]
+        assert row[4:] == [f"{best['p99']:.3f}", f"{best['slower']:.0%}", f"{best['throughput_ratio']:.3f}"]
     alone = [(found["drafter"], each) for found in body["comparisons"][:3] for each in found["alone"]]
     assert cells(out, "each class by itself at batch 1") == [
         [name, each["class"], str(each["length"]), f"{each['tokens_per_step']:.3f}", f"{each['cost']:.3f}",
@@ -84,7 +85,7 @@ def test_the_numbers_are_those_of_the_library(capsys: pytest.CaptureFixture[str]
     )
     [found] = body["comparisons"]
     [expected] = compare(CODE_AND_CHAT, [roofline_cost(0.1, 4, ridge_rows=50)], requests=32, seed=3)
-    assert [each["throughput"] for each in found["fixed"]] == [each.throughput for each in expected.fixed]
+    assert [each["throughput_ratio"] for each in found["fixed"]] == [each.throughput for each in expected.fixed]
     assert [each["p99"] for each in found["policies"]] == [each.p99 for each in expected.others]
     assert found["steadiest"]["p99"] == expected.steadiest(0.9).p99
     assert body["ridge_rows"] == 50
@@ -104,12 +105,16 @@ def test_keys_of_the_json_are_those_that_the_help_names(capsys: pytest.CaptureFi
         "drafter", "batch", "requests", "plain_seconds", "alone", "best_fixed", "policies", "fixed", "steadiest"
     ]  # fmt: skip
     outcome = [
-        "policy", "lengths", "mean", "p50", "p99", "slower", "throughput", "drafted", "gain", "mean_seconds",
+        "policy", "lengths", "mean", "p50", "p99", "slower", "throughput_ratio", "gain", "gain_error", "drafted",
+        "mean_seconds",
     ]  # fmt: skip
     assert list(found["best_fixed"]) == list(found["policies"][0]) == list(found["steadiest"]) == outcome
     assert [each["lengths"] for each in found["fixed"]] == [[k] for k in range(LONGEST + 1)]
     named = set(re.findall(r"\w+", HELP))
-    for keys in (body, body["classes"][0], found, found["alone"][0], outcome, body["derivations"][0][0]):
+    assert found["fixed"][0]["gain_error"] is found["best_fixed"]["gain_error"] is None
+    assert 0 < found["policies"][1]["gain_error"] < 0.1
+    derivation = body["derivations"][0]
+    for keys in (body, body["classes"][0], found, found["alone"][0], outcome, derivation, derivation["lines"][0]):
         assert set(keys) <= named
 
 
@@ -119,19 +124,69 @@ def test_keys_of_the_json_are_those_that_the_help_names(capsys: pytest.CaptureFi
 def test_a_derivation_leads_to_the_number_of_the_table(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     body = read(*words, *QUICK, "--explain", capsys=capsys)
     out = run(*words, *QUICK, "--explain", capsys=capsys)
-    assert len(body["derivations"]) == 2
-    for lines, each in zip(body["derivations"], body["comparisons"][0]["alone"], strict=True):
-        known: dict[str, float] = {}
-        for line in lines:
-            if line["formula"]:
-                assert evaluate(line["formula"], known) == pytest.approx(line["value"], rel=1e-12)
-            else:
-                assert line["source"]
-            known[line["symbol"]] = line["value"]
+    *speedups, times, gain = body["derivations"]
+    for derivation in body["derivations"]:
+        assert derivation["title"] in out
+    for derivation, each in zip(speedups, body["comparisons"][0]["alone"], strict=True):
+        lines = derivation["lines"]
+        evaluated(lines)
         assert lines[-1]["symbol"] == f"speedup_{each['length']}"
         assert lines[-1]["value"] == pytest.approx(each["speedup"], rel=1e-12)
         assert f"speedup of {each['class']} by itself at its best length, {each['length']}" in out
         assert f"{each['speedup']:.3f}" in [row[-1] for row in cells(out, "each class by itself")]
+    adaptive = body["comparisons"][0]["policies"][1]
+    known = evaluated(times["lines"])
+    assert (known["mean"], known["p99"]) == pytest.approx((adaptive["mean"], adaptive["p99"]), rel=1e-12)
+    assert times["lines"][-1]["symbol"] == "p99"
+    known = evaluated(gain["lines"])
+    assert known["throughput"] == pytest.approx(adaptive["throughput_ratio"], rel=1e-12)
+    assert known["gain"] == gain["lines"][-1]["value"] == pytest.approx(adaptive["gain"], abs=1e-12)
+    if adaptive["gain_error"] is None:
+        assert "gain_error" not in known
+    else:
+        assert known["gain_error"] == pytest.approx(adaptive["gain_error"], rel=1e-12)
+
+
+def evaluated(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """Values by symbol; each formula, evaluated over the lines before, gives its own."""
+    known: dict[str, float] = {}
+    for line in lines:
+        if line["formula"]:
+            assert evaluate(line["formula"], known) == pytest.approx(line["value"], rel=1e-12, abs=1e-12)
+        else:
+            assert line["source"]
+        known[line["symbol"]] = line["value"]
+    return known
+
+
+def test_the_table_of_the_page_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Digit by digit, signs and roundings included."""
+    [words] = re.findall(r"^`forerun plan policy (.*)`, gain of the adaptive", PAGE, flags=re.MULTILINE)
+    printed: dict[str, list[str]] = {}
+    for row in cells(run(*words.split(), capsys=capsys), "the mix"):
+        if row[2] == "fixed":
+            slower = row[7]
+        if row[2] == "adaptive":
+            printed.setdefault(row[0].removeprefix("c = "), []).append(f"{row[9]} ({slower}, {row[7]})")
+    rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines()]
+    for cost in ("0.007", "0.05", "0.2"):
+        assert [cost, *printed[cost]] in rows
+
+
+def test_the_default_command_shows_the_stated_gains(capsys: pytest.CaptureFixture[str]) -> None:
+    """About 5% with a cheap drafter and 19% with a dear one, within two of the standard errors that it states."""
+    found = {each["drafter"]: each["policies"][1] for each in read("-b", "1", capsys=capsys)["comparisons"]}
+    for cost, stated in (("c = 0.007", 0.05), ("c = 0.2", 0.19)):
+        assert found[cost]["gain_error"] < 0.02
+        assert abs(found[cost]["gain"] - stated) < 2 * found[cost]["gain_error"]
+
+
+@pytest.mark.parametrize("words", [["--batch", "4"], ["--batches", "4"], ["-b", "4"]])
+def test_both_spellings_of_an_option(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert [each["batch"] for each in read(*QUICK, *words, "--cost", "0.1", capsys=capsys)["comparisons"]] == [4]
+    for name in ("--context", "--contexts"):
+        body = read(*MODEL, "-n", "1", *words, "-d", "ngram", name, "300", capsys=capsys)
+        assert body["context"] == 300
 
 
 def test_steps_and_drafters_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +268,9 @@ def test_requests_fill_whole_batches(capsys: pytest.CaptureFixture[str]) -> None
         ([*MODEL, "-d", "luck"], "drafter: 'luck' is not allowed"),
         ([*MODEL, "-d", "eagle3", "-d", "eagle3"], "drafter: eagle3 is given twice"),
         ([*MODEL, "-d", "eagle3", "-c", "-5"], "context: -5 is not allowed"),
-        ([*MODEL, "-d", "eagle3", "-c", "100000000"], "memory: "),
+        ([*MODEL, "-d", "eagle3", "-c", "100000000"], "context: 1e+08 tokens are more than the 131072"),
+        ([*MODEL, "--cost", "0.1", "-c", "131073"], "context: 131073 tokens are more than the 131072"),
+        ([*MODEL, "-d", "eagle3", "-b", "1024", "-c", "100000"], "memory: "),
         (["-m", "llama-3.3-70b", "-d", "ngram"], "memory: the weights of llama-3.3-70b"),
         (["-m", "llama-3.3-70b", "--cost", "0.1"], "memory: the weights of llama-3.3-70b"),
     ],

@@ -12,6 +12,7 @@ import pytest
 from forerun.cli import dispatch
 from forerun.cli.plan_drafters import default_drafters
 from forerun.cli.plan_speculate import HELP
+from forerun.cli.plan_speculate_explain import PARTS
 from forerun.plan.catalog import PlanCatalog
 from forerun.plan.deployment import Deployment
 from forerun.plan.derivation import evaluate
@@ -54,14 +55,15 @@ def test_the_table_shows_the_rows_of_the_json(capsys: pytest.CaptureFixture[str]
     for cell, row in zip(shown, body["rows"], strict=True):
         assert cell[:2] == [str(row["context"]), str(row["batch"])]
         if not row["fits"]:
-            assert cell[2:] == ["-"] * 9
+            assert cell[2:] == ["-"] * 10
             continue
         assert cell[2:7] == [
             str(row["length"]), f"{row['tokens_per_step']:.2f}", f"{row['draft_cost']:.3f}",
             f"{row['verify_ratio']:.2f}", f"{row['speedup']:.2f}",
         ]  # fmt: skip
-        assert cell[7:9] == [f"{row['tokens_per_s']:.4g}", f"{row['throughput']:.5g}"]
-        assert cell[9:] == [
+        assert cell[7:9] == [f"{row['tokens_per_s']:.4g}", f"{row['throughput_tokens_per_s']:.5g}"]
+        assert cell[9] == f"{row['acceptance_needed']:.2f}"
+        assert cell[10:] == [
             f"{row['low_load_length']}:", f"{row['low_load_speedup']:.2f}", f"{row['low_load_loss']:.0%}"
         ]  # fmt: skip
     assert "acceptance by depth, given: eagle3 0.8,0.7; llama-3.1-8b 0.75" in out
@@ -81,14 +83,15 @@ def test_the_json_is_the_model_s(capsys: pytest.CaptureFixture[str]) -> None:
         where_at = {"batch": row["batch"], "context": row["context"]}
         point = best(shape.network, where, proposal, **where_at)
         assert (row["length"], row["speedup"]) == (point.length, point.speedup)
-        assert row["throughput"] == pytest.approx(row["batch"] * row["tokens_per_s"])
+        assert row["throughput_tokens_per_s"] == pytest.approx(row["batch"] * row["tokens_per_s"])
         assert row["tokens_per_s"] == pytest.approx(row["plain_tokens_per_s"] * row["speedup"])
         kept = price(shape.network, where, proposal, **where_at, length=row["low_load_length"])
         assert row["low_load_speedup"] == kept.speedup
 
 
 def test_the_keys_of_the_json_are_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    body = read(*MODEL, *SMALL, "--explain", capsys=capsys)
+    words = ["-d", "eagle3:0.8", "-d", "medusa:0.65,0.55,0.5,0.45", "-d", "model=llama-3.1-8b:0.85"]
+    body = read(*MODEL, *SMALL, *words, "--explain", capsys=capsys)
     text = " ".join(HELP.split("--json prints ")[1].split("\n\n")[0].split())
     listed = re.sub(r" \([^)]*\)", "", text.replace("and with --explain ", "").rstrip("."))
     assert listed.split(", ") == list(body)
@@ -98,14 +101,15 @@ def test_the_keys_of_the_json_are_those_of_the_help(capsys: pytest.CaptureFixtur
         assert inner[1].split(", ") == list(body[key][0])
     assert list(body["overtakes"][0]) == ["context", "batch", "ahead", "behind"]
     summary = body["summaries"][0]
-    assert list(summary["buckets"][0]) == ["from", "to", "length", "loss"]
+    assert list(summary["buckets"][0]) == ["lo", "hi", "length", "loss"]
     assert list(summary["peak"]) == ["batch", *list(body["rows"][0])[4:]]
 
 
 def test_without_drafters_those_that_go_with_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(*MODEL, *SMALL, capsys=capsys)
     line = next(line for line in out.splitlines() if "assumed, not measured" in line)
-    assert re.findall(r"(?:: |; )(\S+)", line) == ["ngram", "medusa-4", "eagle3", "llama-3.1-8b"]
+    assert line.endswith("(sources: docs/plan-speculate.md)")
+    assert re.findall(r"(?:: |; )(\S+) \d", line) == ["ngram", "medusa-4", "eagle3", "llama-3.1-8b"]
     catalog = PlanCatalog.load()
     assert "mtp" in default_drafters(catalog.model("deepseek-v3"), catalog)
     assert default_drafters(catalog.model("qwen2.5-14b"), catalog)[-1] == "model=qwen2.5-1.5b"
@@ -127,7 +131,7 @@ def test_a_fixed_length_and_its_loss(capsys: pytest.CaptureFixture[str]) -> None
     proposal = proposal_of("eagle3", shape, catalog.shape)
     chosen = best(shape.network, where, proposal, batch=128, context=1000)
     assert (eagle[1]["best_length"], eagle[1]["loss"]) == (chosen.length, 1 - eagle[1]["speedup"] / chosen.speedup)
-    assert cells(out, "eagle3")[1][9:] == [f"{chosen.length}:", f"{chosen.speedup:.2f}", f"{eagle[1]['loss']:.0%}"]
+    assert cells(out, "eagle3")[1][10:] == [f"{chosen.length}:", f"{chosen.speedup:.2f}", f"{eagle[1]['loss']:.0%}"]
     assert "at peak load 6 draft tokens" in out
 
 
@@ -160,19 +164,86 @@ def test_the_derivation_ends_in_the_table_s_speedup(
 
 def test_the_derivation_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(*MODEL, *SMALL, "-d", "ngram:0.5", "--explain-at", "ngram,16,1000", capsys=capsys)
-    assert "speedup by ngram" in out
-    assert out.rstrip().splitlines()[-2].startswith("speedup ")
+    lines = out[out.index("\nspeedup by ngram") :].splitlines()[1:]
+    assert lines[1].startswith("speedup = tokens_per_step / (draft_length * draft_cost + verify_ratio) = ")
+    assert lines[4].split()[0] == "speedup"
+    body = read(*MODEL, *SMALL, "-d", "ngram:0.5", "--explain-at", "ngram,16,1000", capsys=capsys)
+    assert lines[1].endswith(f" = {body['derivation'][-1]['value']:.5g} x")
+    shown = [line.split()[0] for line in lines[3:] if re.match(r"[a-z]\w+ .*\S  ", line)]
+    assert sorted(word for word in shown if word != "symbol") == sorted(line["symbol"] for line in body["derivation"])
+    parts = [title for _, title in PARTS]
+    assert [line for line in lines if line in parts] == parts
 
 
 def test_buckets_and_where_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*MODEL, "--batches", "4,64", "--contexts", "1000", "-d", "ngram:0.45"]
+    words = [*MODEL, "--batches", "4,64,100", "--contexts", "1000", "-d", "ngram:0.45"]
     body, out = read(*words, capsys=capsys), run(*words, capsys=capsys)
     (summary,) = body["summaries"]
-    assert [(found["from"], found["to"]) for found in summary["buckets"]] == [(1, 4), (5, 64)]
+    assert [(found["lo"], found["hi"]) for found in summary["buckets"]] == [(1, 4), (5, 64), (65, 100)]
     assert summary["pays"] == [[1, summary["break_even"] - 1]]
-    assert summary["searched"] == summary["fit"] > 1000
+    assert summary["searched"] == summary["fit_sequences"] > 1000
     assert f"1-{summary['break_even'] - 1}" in out
-    assert "1-4   5-64" in out
+    assert "1-4   5-64   65-100" in out
+    assert "where it pays (with the best length of each batch)" in out
+    assert "draft length by batch" not in run(*words[:7], "4,64", *words[8:], capsys=capsys)
+
+
+def test_a_question_about_one_batch_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "qwen3-32b", "-g", "h200", "-t", "2", "-b", "40", "-c", "6000"]
+    spec = "eagle3:0.8,0.76,0.73"
+    body, out = read(*words, "-d", spec, capsys=capsys), run(*words, "-d", spec, capsys=capsys)
+    (row,), (summary,) = body["rows"], body["summaries"]
+    assert out.rstrip().splitlines()[-1] == (
+        f"batch 40, context 6000: eagle3 with {row['length']} drafts, {row['speedup']:.2f} times as fast; "
+        f"with the best length of each batch it pays at every batch up to {summary['searched']}"
+    )
+    assert summary["break_even"] is None
+    page = (Path(__file__).parents[2] / "docs" / "plan-speculate.md").read_text()
+    assert f"`{out.rstrip().splitlines()[-1]}`" in " ".join(page.split())
+    last = [
+        run(*words[:7], *more, capsys=capsys).rstrip().splitlines()[-1]
+        for more in (
+            ["400", "-c", "6000", "-d", spec], ["100", "-c", "100", "-d", spec], ["200", "-c", "100", "-d", "ngram:0"],
+            ["200", "-c", "100", "-d", spec, "-k", "6"],
+        )
+    ]  # fmt: skip
+    assert last[0] == f"batch 400, context 6000: eagle3 doesn't fit; {summary['fit_sequences']} sequences do"
+    assert re.fullmatch(r".*: eagle3 with 1 draft, 1\.\d\d times as fast; with the best .* up to( batch)? \d+", last[1])
+    assert last[2] == "batch 200, context 100: ngram doesn't pay at any draft length; it pays at no batch"
+    assert re.fullmatch(r".*: eagle3 with 6 drafts, 0\.\d\d times as fast; with that length .* to batch \d+", last[3])
+
+
+def test_contexts_that_the_model_cannot_have(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "smollm2-135m-instruct", "-g", "h100", "-d", "ngram:0.5"]
+    body, out = read(*words, capsys=capsys), run(*words, capsys=capsys)
+    assert body["contexts"] == [1000, 8000]
+    assert "left out: contexts of 32000 tokens; smollm2-135m-instruct has at most 8192" in out
+    assert dispatch(["plan", "speculate", *words, "-c", "9000"]) == 1
+    assert "contexts: 9000 tokens are more than the 8192 of smollm2-135m-instruct" in capsys.readouterr().err
+
+
+def test_one_and_many_name_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
+    one = read(*MODEL, "--batch", "3", "--context", "500", "-d", "ngram:0.5", capsys=capsys)
+    assert one == read(*MODEL, "--batches", "3", "--contexts", "500", "-d", "ngram:0.5", capsys=capsys)
+    assert (one["batches"], one["contexts"]) == ([3], [500])
+
+
+def test_the_acceptance_that_breaks_even(capsys: pytest.CaptureFixture[str]) -> None:
+    """Drafting at a little more of it pays, at a little less doesn't; with --length that length breaks even."""
+    words = [*MODEL, "--batches", "100", "--contexts", "1000"]
+    (row,) = read(*words, "-d", "eagle3:0.7", capsys=capsys)["rows"]
+    needed = row["acceptance_needed"]
+    assert 0.1 < needed < 0.7
+    for factor, pays in ((1.001, True), (0.999, False)):
+        (found,) = read(*words, "-d", f"eagle3:{needed * factor}", capsys=capsys)["rows"]
+        assert (found["length"] > 0) == pays
+        assert found["acceptance_needed"] == needed
+    (fixed,) = read(*words, "-d", "eagle3:0.7", "--length", "4", capsys=capsys)["rows"]
+    assert fixed["acceptance_needed"] > needed
+    (even,) = read(*words, "-d", f"eagle3:{fixed['acceptance_needed']}", "--length", "4", capsys=capsys)["rows"]
+    assert even["speedup"] == pytest.approx(1)
+    (never,) = read(*words, "-d", "eagle3:1", "--length", "4", "-b", "1000", "-c", "0", capsys=capsys)["rows"]
+    assert (never["acceptance_needed"] is None) == (never["speedup"] < 1)
 
 
 def test_drafters_that_overtake(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,7 +275,7 @@ def test_drafters_of_one_name_go_by_their_texts(capsys: pytest.CaptureFixture[st
         (["--draft-tensor", "16"], "draft-tensor: 16 is not allowed"),
         (["--draft-tensor", "0"], "draft-tensor: 0 is not allowed"),
         (["-d", "ngram", "-d", "ngram"], "drafter: 'ngram' is there already"),
-        (["-d", "ngram", "-d", "ngram:0.45"], "drafter: 'ngram:0.45' is there already"),
+        (["-d", "ngram", "-d", "ngram:0.22"], "drafter: 'ngram:0.22' is there already"),
         (["-d", "eagle9"], "drafter: 'eagle9' is not allowed"),
         (["-d", "ngram:nan"], "acceptance: "),
         (["-d", "model=qwen2.5-7b"], "drafter: qwen2.5-7b has 152064 tokens and llama-3.3-70b 128256"),
@@ -216,7 +287,8 @@ def test_drafters_of_one_name_go_by_their_texts(capsys: pytest.CaptureFixture[st
         (["--explain-at", "ngram,1"], "explain-at: 'ngram,1' is not allowed; expected DRAFTER,BATCH,CONTEXT"),
         (["--explain-at", "ngram,0,1000"], "explain-at: 0 is not allowed"),
         (["--explain-at", "ngram,5000,32000"], "explain-at: 5000 sequences of 32000 tokens don't fit the memory"),
-        (["--contexts", "99999999999", "--explain"], "explain: there is nothing to explain: no row fits"),
+        (["--contexts", "99999999999"], "contexts: 1e+11 tokens are more than the 131072 of llama-3.3-70b"),
+        (["--batches", "99999", "--explain"], "explain: there is nothing to explain: no row fits"),
         (["-t", "1"], "memory: the weights of llama-3.3-70b take 141.1 GB"),
         (["--plot", "speedup.pdf"], "plot: speedup.pdf is not allowed; expected a name that ends in .svg or .png"),
         (["--plot", "no/such/folder.svg"], "plot: no/such/folder.svg can't be written"),
@@ -231,9 +303,12 @@ def test_what_is_wrong_is_one_line(words: list[str], message: str, capsys: pytes
 
 
 def test_rows_that_do_not_fit_are_no_error(capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(*MODEL, "--batches", "1", "--contexts", "99999999999", "-d", "ngram", capsys=capsys)
-    assert cells(out, "ngram")[0] == ["99999999999", "1", *["-"] * 9]
+    out = run(*MODEL, "--batches", "9999", "--contexts", "100000", "-d", "ngram", capsys=capsys)
+    assert cells(out, "ngram")[0] == ["100000", "9999", *["-"] * 10]
+    alone = ["-m", "llama-3.3-70b", "-g", "h100", "-t", "2", "-b", "1", "-c", "100000", "-d", "ngram"]
+    out = run(*alone, capsys=capsys)
     assert "nowhere" in out
+    assert out.rstrip().splitlines()[-1] == "batch 1, context 100000: ngram doesn't fit; 0 sequences do"
 
 
 def test_a_picture_beside_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

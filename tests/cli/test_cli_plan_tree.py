@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_prices_are_those_of_the_model(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_end_of_the_gain_is_where_it_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
     whole = data(capsys, *MODEL)
-    assert whole["searched"] == whole["fits"] < 4096
+    assert whole["searched"] == whole["fit_sequences"] < 4096
     [(_, ahead)], [(_, branching)] = whole["tree_ahead"], whole["branching_best"]
     before, after = data(capsys, *MODEL, "-b", f"{ahead},{ahead + 1}")["batches"]
     assert before["tree"]["speedup"] > before["chain"]["speedup"]
@@ -135,9 +136,9 @@ def test_the_end_of_the_gain_is_where_it_is_said_to_be(capsys: pytest.CaptureFix
     out = shown(capsys, *MODEL)
     assert f"the tree is faster than the best chain up to batch {ahead}; from {ahead + 1} on" in out
     assert f"the best within the limits branches up to batch {branching}; from {branching + 1} on it is a chain" in out
-    assert f"looked at: batches up to {whole['searched']}; {whole['fits']} sequences fit" in out
+    assert f"looked at: batches up to {whole['searched']}; {whole['fit_sequences']} sequences fit" in out
     assert "the tree or the best chain pays, at every batch" in out
-    assert whole["pays"] == [[1, whole["fits"]]]
+    assert whole["pays"] == [[1, whole["fit_sequences"]]]
 
 
 def test_several_runs_of_batches_are_listed() -> None:
@@ -175,8 +176,8 @@ def test_a_medusa_tree_is_as_deep_as_there_are_heads(capsys: pytest.CaptureFixtu
 def test_batches_that_dont_fit_are_left_out_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
     long = ("--context", "100000")
     found = data(capsys, *MODEL, *long)
-    assert 1 <= found["fits"] < 8
-    assert [row["batch"] for row in found["batches"]] == [b for b in (1, 2, 4) if b <= found["fits"]]
+    assert 1 <= found["fit_sequences"] < 8
+    assert [row["batch"] for row in found["batches"]] == [b for b in (1, 2, 4) if b <= found["fit_sequences"]]
     code, _, err = call(capsys, "-a", RATES, *MODEL, *long, "-b", "1,8")
     assert code == 1
     assert "memory: " in err
@@ -234,11 +235,41 @@ def test_rates_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert json.loads(out)["tree"]["paths"] == [[0], [0, 0], [1]]
 
 
+def test_the_shown_commands_run_with_the_shown_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """rates.toml as the page has it; it holds the rates of the second command."""
+    page = (Path(__file__).parents[2] / "docs" / "plan-tree.md").read_text()
+    file = re.search(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert file is not None
+    path = tmp_path / "rates.toml"
+    path.write_text(file[1])
+    commands = re.findall(r"^    \.venv/bin/forerun plan tree (.*)$", page, re.MULTILINE)
+    assert sum("rates.toml" in command for command in commands) == 2
+    accepted = []
+    for command in commands:
+        code, out, err = call(capsys, *shlex.split(command.replace("rates.toml", str(path))), "--json")
+        assert code == 0, err
+        accepted.append(json.loads(out)["accept"])
+    assert accepted[1] == accepted[2] == accepted[3]
+
+
+def test_one_and_many_name_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
+    one = data(capsys, *MODEL, "--batch", "3", "--contexts", "500")
+    assert one == data(capsys, *MODEL, "--batches", "3", "--context", "500")
+    assert ([row["batch"] for row in one["batches"]], one["context"]) == ([3], 500)
+
+
+def test_a_context_that_the_model_cannot_have(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "-a", RATES, *MODEL, "-c", "200000")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "context: 200000 tokens are more than the 131072 of llama-3.1-8b" in err
+
+
 def test_every_key_of_the_json_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    text = re.sub(r"\((?:the largest|first and)[^)]*\)|, for the first batch", "", HELP.split("--json prints")[1])
+    text = re.sub(r"\((?:the largest|first and)[^)]*\)|, for the\sfirst batch", "", HELP.split("--json prints")[1])
     found = data(capsys, *MODEL, "--explain", "-b", "1")
     row = found["batches"][0]
     named = {*found, *found["tree"], *found["chain"], *found["sglang"], *found["limits"], *row, *row["best"]}
+    named |= {*found["derivation"][0]}
     assert {name for name in named if not re.search(rf"\b{name}\b", text)} == set()
     words = set(re.findall(r"\w+", text)) - {"prints", "with", "model", "and", "under", "explain"}
     assert words <= named

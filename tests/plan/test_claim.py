@@ -27,6 +27,8 @@ from forerun.plan.speculate import Proposal, best
 from forerun.plan.steptime import Load, forward_time
 
 CATALOG = PlanCatalog.load()
+LATE = replace(Efficiency.ideal(), latency=1)
+"""Peaks, and collectives that take as long as the catalog has it."""
 
 
 def setting(model: str = "llama-3.3-70b", gpu: str = "h100", tensor: int = 1, **more: Any) -> Setting:
@@ -73,25 +75,30 @@ def test_1000_tokens_for_one_user_of_a_70b_is_marketing() -> None:
 
 
 def test_70b_on_eight_h100() -> None:
-    """8 x 3.35 TB/s / 141 GB = 190 tokens/s; 161 collectives of 8 us take 1.29 ms of the 5.2 ms on top."""
+    """8 x 3.35 TB/s / 141 GB = 190 tokens/s; 161 collectives of 8 us take 1.29 ms on top of 5.2 ms, of which physics
+    knows nothing."""
     given = setting(tensor=8)
     assert given.ceiling == pytest.approx(8 * 3.35e12 / 141e9, rel=0.03)
-    assert given.rate() == pytest.approx(1 / (1 / given.ceiling + 161 * 8e-6), rel=0.01)
-    assert assess(given, 150, CATALOG).verdict == "physics"
-    over = assess(given, 180, CATALOG)
-    assert over.ratio < 1 < over.share
+    assert given.rate() == pytest.approx(given.ceiling, rel=0.01)
+    assert given.rate(LATE) == pytest.approx(1 / (1 / given.ceiling + 161 * 8e-6), rel=0.01)
+    found = assess(given, 180, CATALOG)
+    assert found.verdict == "physics"
+    assert found.usual < found.claimed
+    assert "more than engines usually reach" in found.summary
+    over = assess(given, 195, CATALOG)
+    assert over.ratio > 1
     assert over.verdict == "possible if"
 
 
 def test_no_number_of_accelerators_outruns_the_collectives() -> None:
-    """161 collectives of 8 us: 776 tokens/s at most, whatever the bandwidth."""
-    found = assess(setting(tensor=8), 780, CATALOG)
-    gpus = condition(found, "gpus")
-    assert gpus.needed == pytest.approx(8 * 780 / found.ceiling)
-    assert not gpus.sufficient
-    assert gpus.reached is not None
-    assert gpus.reached < 1 / (161 * 8e-6)
-    assert "link" in gpus.note
+    """161 collectives of 8 us: 776 tokens/s at most, whatever the bandwidth, in what engines usually reach."""
+    for tensor in (8, 16, 64):
+        found = assess(setting(tensor=tensor), 780, CATALOG)
+        assert found.usual < found.setting.rate(LATE) < 776
+    gpus = condition(assess(setting(tensor=8), 780, CATALOG), "gpus")
+    assert gpus.needed == pytest.approx(8 * 780 / setting(tensor=8).ceiling)
+    assert gpus.sufficient
+    assert not gpus.plausible
 
 
 def test_a_machine_of_sram_makes_it_physics(tmp_path: Path) -> None:
@@ -116,14 +123,15 @@ def test_a_machine_of_sram_makes_it_physics(tmp_path: Path) -> None:
 
 
 def test_deepseek_v3_on_eight_h200() -> None:
-    """37 GB in 8 bits over 38.4 TB/s: 1,000 tokens/s by the division, and half of that with 122 collectives of 8 us."""
+    """37 GB in 8 bits over 38.4 TB/s: 1,000 tokens/s by the division, and half of that with 123 collectives of 8 us."""
     given = setting("deepseek-v3", "h200", 8, activations="fp8", context=0)
     assert given.step_bytes.weights == pytest.approx(36.6e9 + 129280 * 7168, rel=0.01)
     assert given.ceiling == pytest.approx(8 * 4.8e12 / 37.6e9, rel=0.03)
-    assert given.rate() == pytest.approx(1 / (1 / given.ceiling + 123 * 8e-6), rel=0.03)
-    assert assess(given, 450, CATALOG).verdict == "physics"
-    found = assess(given, 1000, CATALOG, stated=frozenset({"batch"}))
-    assert found.ratio < 1
+    assert given.rate() == pytest.approx(given.ceiling, rel=0.03)
+    assert given.rate(LATE) == pytest.approx(1 / (1 / given.ceiling + 123 * 8e-6), rel=0.03)
+    assert assess(given, 1000, CATALOG).verdict == "physics"
+    found = assess(given, 1300, CATALOG, stated=frozenset({"batch"}))
+    assert found.ratio > 1
     assert condition(found, "acceptance").counts
 
 
@@ -277,7 +285,7 @@ def test_formats_with_fewer_bits_stay() -> None:
 
 
 def test_more_than_a_node_is_no_plausible_answer() -> None:
-    gpus = condition(assess(setting(), 380, CATALOG, stated=frozenset({"batch"})), "gpus")
+    gpus = condition(assess(setting(), 480, CATALOG, stated=frozenset({"batch"})), "gpus")
     assert gpus.sufficient
     assert gpus.real == "32 x h100"
     assert not gpus.plausible
@@ -393,7 +401,7 @@ def test_the_mildest_pair_comes_first() -> None:
     pair = next(p for p in claim_conditions.pairs(setting(), 100, CATALOG) if p.kinds == ("weights", "gpus"))
     assert pair.text == "fp8 weights and 4 x h100"
     by_hand = 4 * 3.35e12 / (139e9 / 2 + 328e6)
-    assert pair.reached == pytest.approx(1 / (1 / by_hand + 161 * 8e-6), rel=0.01)
+    assert pair.reached == pytest.approx(by_hand, rel=0.01)
 
 
 def test_pairs_only_where_nothing_suffices_alone() -> None:

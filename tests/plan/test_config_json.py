@@ -174,7 +174,8 @@ def test_gemma_leaves_out_what_equals_its_defaults(catalog: PlanCatalog) -> None
     found = shape_of(GEMMA_3_270M)
     assert replace(found, name=entry.name, source=entry.source, formats=entry.formats) == entry
     by_pattern = changed(GEMMA_3_270M, layer_types=None, head_dim=None)
-    assert shape_of(by_pattern) == found
+    assert replace(shape_of(by_pattern), source=found.source) == found
+    assert "head_dim 256" in shape_of(by_pattern).source
     # Gemma 3 4B's text part as it was published, and 1B: 26 layers of which every sixth sees everything.
     four = shape_of({
         "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",
@@ -220,7 +221,8 @@ def test_gemma_leaves_out_what_equals_its_defaults(catalog: PlanCatalog) -> None
     ],
 )  # fmt: skip
 def test_other_families_have_the_published_number_of_parameters(config: Config, parameters: int) -> None:
-    assert shape_of(changed(config)).network.n_parameters == parameters
+    given = {key: value for key, value in config.items() if value is not None or key == "q_lora_rank"}
+    assert shape_of(given).network.n_parameters == parameters
 
 
 @pytest.mark.parametrize(
@@ -249,6 +251,74 @@ def test_tied_matrices_are_those_of_the_model_type_unless_the_file_says_so() -> 
     assert not shape_of(changed(GEMMA_3_270M, tie_word_embeddings=False)).tied
 
 
+# What configuration_<type>.py of Transformers 5.19 has where a file says nothing; None: as many as attention heads.
+KV_HEADS = {
+    "llama": None, "mistral": 8, "mixtral": 8, "phi3": None, "qwen2": 32, "qwen2_moe": 16, "qwen3": 32, "qwen3_moe": 4,
+    "gemma": 16, "gemma2": 4, "gemma3_text": 4, "gpt_oss": 8,
+}  # fmt: skip
+EXPERTS = {
+    "num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KV_HEADS)
+def test_key_value_heads_that_are_not_stated_are_those_of_transformers(kind: str) -> None:
+    config = llama(4096, 4, 64, 128, model_type=kind, num_key_value_heads=None, **EXPERTS)
+    missing, null = shape_of(changed(config)), shape_of(config)
+    assert missing.kv_heads == (KV_HEADS[kind] or 64)
+    assert null.kv_heads == 64
+    for shape in (missing, null):
+        assert f"as in Transformers: num_key_value_heads {shape.kv_heads}" in shape.source.replace("head_dim 256, ", "")
+    stated = shape_of(config | {"num_key_value_heads": 16})
+    assert stated.kv_heads == 16
+    assert "num_key_value_heads" not in stated.source
+    if KV_HEADS[kind]:
+        with pytest.raises(PlanError, match="missing, and 3 attention heads") as caught:
+            shape_of(changed(config, num_attention_heads=3, head_dim=64))
+        assert caught.value.field == "config.json: num_key_value_heads"
+
+
+def test_every_family_is_in_the_table_or_has_a_latent() -> None:
+    assert KV_HEADS.keys() == {kind for kind, family in FAMILIES.items() if not family.latent}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "windows"),
+    [
+        ("mistral", {}, (4, 4096)),
+        ("mistral", {"sliding_window": None}, (0, None)),
+        ("mixtral", {}, (0, None)),
+        ("phi3", {}, (0, None)),
+        ("qwen2", {}, (0, None)),
+        ("qwen2", {"use_sliding_window": True}, (0, None)),  # from layer 28 on
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, (3, 4096)),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": None}, (0, None)),
+        ("qwen2", {"use_sliding_window": True, "num_hidden_layers": 30}, (2, 4096)),
+        ("gemma2", {}, (2, 4096)),
+        ("gemma3_text", {"num_hidden_layers": 12}, (10, 4096)),
+        ("gpt_oss", {}, (2, 128)),
+    ],
+)
+def test_windows_that_are_not_stated(kind: str, changes: Config, windows: tuple[int, int | None]) -> None:
+    shape = shape_of(llama(4096, 4, 64, 128, model_type=kind, **EXPERTS) | changes)
+    assert (shape.window_layers, shape.window) == windows
+
+
+def test_other_keys_that_are_not_stated() -> None:
+    shape = shape_of(changed(QWEN_MOE, shared_expert_intermediate_size=None))
+    assert shape.experts is not None
+    assert shape.experts.shared == 5632
+    assert shape.qkv_bias
+    assert not shape_of(QWEN_MOE | {"qkv_bias": False}).qkv_bias
+    assert shape_of(changed(PUBLISHED["gpt-oss-20b"], attention_bias=None)).qkv_bias
+    assert shape_of(llama(3072, 2, 16, 128, model_type="gemma", max_position_embeddings=None)).max_context == 8192
+    assert shape_of(changed(PUBLISHED["llama-3.1-8b"], max_position_embeddings=None)).max_context == 0
+    without = DEEPSEEK_V3 | {"q_lora_rank": None, "n_shared_experts": None}
+    assert shape_of(without).latent == replace(shape_of(DEEPSEEK_V3).latent, q_rank=0)  # type: ignore[type-var]
+    assert shape_of(without).experts == replace(shape_of(DEEPSEEK_V3).experts, shared=0)  # type: ignore[type-var]
+
+
 def test_layers_without_experts_among_those_with_them() -> None:
     config = changed(PUBLISHED["qwen3-30b-a3b"], mlp_only_layers=[0, 1, 2])
     experts = shape_of(config).experts
@@ -257,7 +327,7 @@ def test_layers_without_experts_among_those_with_them() -> None:
     experts = shape_of(changed(config, decoder_sparse_step=2)).experts  # layers 1, 3, 5, ... but for 1
     assert experts is not None
     assert experts.dense_layers == 48 - 23
-    dense = shape_of(changed(DEEPSEEK_V3, n_routed_experts=None))
+    dense = shape_of(DEEPSEEK_V3 | {"n_routed_experts": None})
     assert dense.experts is None
     assert dense.intermediate == 18432
 
@@ -308,6 +378,10 @@ FAULTS: list[tuple[str, Config, Config, str]] = [
     ("windows, but where", QWEN_MOE, {"use_sliding_window": True}, "use_sliding_window"),
     ("no latent", DEEPSEEK_V3, {"kv_lora_rank": None}, "kv_lora_rank"),
     ("more dense layers than layers", DEEPSEEK_V3, {"first_k_dense_replace": 62}, "first_k_dense_replace"),
+    ("no dense layers stated", DEEPSEEK_V3, {"first_k_dense_replace": None}, "first_k_dense_replace"),
+    ("no shared experts stated", DEEPSEEK_V3, {"n_shared_experts": None}, "n_shared_experts"),
+    ("no routed experts stated", DEEPSEEK_V3, {"n_routed_experts": None}, "n_routed_experts"),
+    ("no bottleneck stated", DEEPSEEK_V3, {"q_lora_rank": None}, "q_lora_rank"),
     ("every other layer", DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq"),
     ("biases of a latent", DEEPSEEK_V3, {"attention_bias": True}, "attention_bias"),
     ("a negative number of modules", DEEPSEEK_V3, {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),

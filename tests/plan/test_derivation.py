@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from forerun.plan.derivation import Derivation, evaluate
+from forerun.plan.derivation import Derivation, evaluate, symbols
 
 
 def test_lines_follow_from_lines_before() -> None:
@@ -52,5 +52,10 @@ def test_formulas(formula: str, value: float) -> None:
 
 @pytest.mark.parametrize("formula", ["b", "__import__('os')", "a.__class__", "print(a)", "a if a else 1", "[a]"])
 def test_nothing_but_arithmetic(formula: str) -> None:
-    with pytest.raises(ValueError, match="needs|more than arithmetic"):
+    with pytest.raises(ValueError, match=r"needs|more than arithmetic"):
         evaluate(formula, {"a": 3.0})
+
+
+def test_the_symbols_of_a_formula() -> None:
+    assert symbols("max(a_1, 2) * b + a_1 / 1e3") == {"a_1", "b"}
+    assert symbols("3 * 4") == symbols("") == set()

@@ -382,3 +382,11 @@ def test_the_versions_of_the_page_are_those_of_the_schemas() -> None:
     for text, (_, schema) in zip(named, ENGINES.values(), strict=True):
         assert text.startswith(schema.engine)
         assert text.endswith(schema.version)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt-llm"])
+def test_heads_that_cannot_be_split_evenly_are_refused(engine: str) -> None:
+    plan = plan_for("eagle3")
+    where = replace(plan.deployment, tensor=3)
+    with pytest.raises(PlanError, match=r"^tensor: 3 is not allowed; .* splits the \d+ attention heads of .* evenly"):
+        export(engine, replace(plan, deployment=where))

@@ -14,12 +14,14 @@ from forerun.plan.catalog import PlanCatalog
 from forerun.plan.deployment import Deployment
 from forerun.plan.hardware import Hardware
 from forerun.plan.memory import (
+    check_context,
     check_fits,
     kept_tokens,
     kv_copies,
     kv_token_bytes,
     pool_bytes,
     sequence_bytes,
+    supports_context,
     usable_bytes,
     weight_bytes_per_gpu,
 )
@@ -165,3 +167,46 @@ def test_a_share_of_memory_is_a_share(share: float) -> None:
 def test_hardware_of_the_users() -> None:
     mine = Hardware(name="mine", flops={"bf16": 1e12}, bandwidth=1e11, memory=1e9)
     assert usable_bytes(Deployment(hardware=mine), 1) == 1e9
+
+
+def test_a_context_may_be_as_long_as_the_models() -> None:
+    longest = LLAMA8.max_context
+    assert longest == 131072
+    check_context(LLAMA8, longest)
+    assert supports_context(LLAMA8, longest)
+    assert not supports_context(LLAMA8, longest + 1)
+    with pytest.raises(PlanError, match="131073 tokens are more than the 131072 of llama") as caught:
+        check_context(LLAMA8, longest + 1, "contexts")
+    assert caught.value.field == "contexts"
+    check_context(SMALL, 10**9)  # its longest isn't known
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "allowed"),
+    [
+        (64, 8, {1, 2, 4, 8, 16, 32, 64}),
+        (14, 2, {1, 2, 14}),  # 7 accelerators would share 2 key-value heads
+        (24, 8, {1, 2, 4, 8, 24}),
+        (9, 3, {1, 3, 9}),
+        (8, 1, {1, 2, 4, 8}),
+    ],
+)
+def test_a_split_deals_heads_out_whole(heads: int, kv_heads: int, allowed: set[int]) -> None:
+    """As vLLM does it: query heads in equal parts; key-value heads in equal parts or equally many copies."""
+    shape = replace(SMALL, heads=heads, kv_heads=kv_heads)
+    for tensor in range(1, 2 * heads + 1):
+        if tensor in allowed:
+            on(tensor).check_split(shape)
+            continue
+        with pytest.raises(PlanError, match=f"expected one of {', '.join(map(str, sorted(allowed)))}$") as caught:
+            on(tensor).check_split(shape)
+        assert caught.value.field == "tensor"
+
+
+def test_a_latent_is_kept_by_all_and_a_stage_has_a_layer() -> None:
+    on(64).check_split(replace(DEEPSEEK, kv_heads=2))
+    on(64).check_split(DEEPSEEK)
+    on(pipeline=SMALL.layers).check_split(SMALL)
+    with pytest.raises(PlanError, match="at most the 6 layers of small") as caught:
+        on(pipeline=SMALL.layers + 1).check_split(SMALL)
+    assert caught.value.field == "pipeline"

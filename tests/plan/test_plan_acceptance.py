@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from forerun.errors import PlanError
-from forerun.plan.acceptance import Acceptance, extra_operations, rates_from_counts, speedup
+from forerun.plan.acceptance import Acceptance, extra_operations, rate_for, rates_from_counts, speedup
 
 STEPS = 200_000
 SIGMAS = 5
@@ -193,3 +193,12 @@ def test_rates_from_an_engines_counters() -> None:
 def test_what_is_no_probability_is_refused(rates: tuple[float, ...]) -> None:
     with pytest.raises(PlanError, match=r"acceptance: .* is not allowed; expected rates from 0 to 1"):
         Acceptance(rates)
+
+
+@pytest.mark.parametrize(("rate", "length"), [(0.0, 1), (0.3, 1), (0.5, 3), (0.87, 16), (1.0, 4)])
+def test_the_rate_for_so_many_tokens(rate: float, length: int) -> None:
+    """By the closed form; what no rate gives is answered with the nearest one."""
+    tokens = length + 1 if rate == 1 else (1 - rate ** (length + 1)) / (1 - rate)
+    assert rate_for(tokens, length) == pytest.approx(rate, abs=1e-12)
+    assert rate_for(0.5, length) == pytest.approx(0, abs=1e-12)
+    assert rate_for(length + 2, length) == 1

@@ -433,3 +433,20 @@ def test_a_damaged_measurement_is_told_when_it_is_asked_for(text: str) -> None:
         known.gpu("local")
     assert caught.value.field == "gpu"
     assert "\n" not in str(caught.value)
+
+
+def test_capitals_make_no_difference_in_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[hardware.Mine]\ntflops = { bf16 = 1 }\nbandwidth_gb_s = 1\nmemory_gb = 1\n")
+    catalog = PlanCatalog.load(file)
+    assert catalog.model("QWEN3-32B") is catalog.shape("Qwen3-32B") is catalog.model("qwen3-32b")
+    assert catalog.gpu("H100") is catalog.gpu("h100")
+    assert catalog.gpu("mine") is catalog.gpu("Mine")
+    both = PlanCatalog(catalog.models, {"a": catalog.gpu("h100"), "A": catalog.gpu("h200")})
+    assert (both.gpu("a").name, both.gpu("A").name) == ("h100", "h200")
+    # A folder of that name, in the working directory, is what was meant.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen3-32B").mkdir()
+    with pytest.raises(PlanError, match="has no config"):
+        catalog.shape("Qwen3-32B")
+    assert catalog.shape("qwen3-32b") is catalog.model("qwen3-32b")

@@ -29,6 +29,7 @@ SPARSE = replace(DENSE, name="sparse", experts=Experts(n=64, active=4, intermedi
 LATENT = replace(DENSE, name="latent", latent=LatentAttention(q_rank=1536, kv_rank=512, nope=128, rope=64, value=128))
 MODELS = {shape.name: shape for shape in (DENSE, WINDOWED, SPARSE, LATENT)}
 IDEAL = Deployment(hardware=GPU, efficiency=Efficiency.ideal())
+LATE = replace(Efficiency.ideal(), latency=1)
 
 deployments = st.builds(
     lambda splits, activations, kv, efficiency: Deployment(
@@ -130,22 +131,36 @@ def test_experts_weigh_as_much_as_are_touched() -> None:
 
 def test_collectives() -> None:
     """Two all-reduces a layer move 2 (t-1)/t of the vector each, and the scores are gathered."""
-    where = Deployment(hardware=GPU, tensor=4, efficiency=Efficiency.ideal())
+    where = Deployment(hardware=GPU, tensor=4, efficiency=LATE)
     part = forward_time(DENSE.network, where, Load(8, 3, 50)).part("communication")
     vectors, scores = 24 * 4096 * 2, 24 * 128256 * 2
     sent = 2 * 32 * vectors * 2 * 3 / 4 + scores * 3 / 4
     assert part.link_bytes == sent
     assert part.seconds == pytest.approx(sent / 4e11 + 65 * 10e-6)
     assert part.bound == "link"
+    ideal = forward_time(DENSE.network, replace(where, efficiency=Efficiency.ideal()), Load(8, 3, 50))
+    assert ideal.part("communication").seconds == pytest.approx(sent / 4e11), "bytes alone are what physics asks for"
 
 
 def test_stages_run_parts_of_the_batch() -> None:
     """As many sequences pass together as there are stages to fill; one sequence fills one stage at a time."""
-    where = Deployment(hardware=GPU, pipeline=4, efficiency=Efficiency.ideal())
+    where = Deployment(hardware=GPU, pipeline=4, efficiency=LATE)
     whole, part = (forward_time(DENSE.network, where, Load(batch, 1, 100)) for batch in (32, 8))
     assert whole.part("linear") == forward_time(DENSE.network, IDEAL, Load(8, 1, 100)).part("linear")
     assert part.part("linear") == forward_time(DENSE.network, IDEAL, Load(2, 1, 100)).part("linear")
     assert whole.part("communication").seconds == pytest.approx(4 * (8 * 4096 * 2 / 4e11 + 10e-6))
+
+
+def test_operands_of_8_bits_are_the_layers_own() -> None:
+    """What flows, attention and head stay in 16 bits: only the layers' products run at the higher rate."""
+    wide, narrow = (
+        forward_time(DENSE.network, Deployment(hardware=GPU, tensor=2, activations=kind), Load(64, 8, 500))
+        for kind in ("bf16", "fp8")
+    )
+    assert narrow.part("linear").compute_seconds == wide.part("linear").compute_seconds / 2
+    for name in ("attention", "head", "communication"):
+        assert narrow.part(name) == wide.part(name)
+    assert narrow.part("linear").activation_bytes == wide.part("linear").activation_bytes
 
 
 def test_overlap_by_order() -> None:

@@ -16,7 +16,7 @@ from forerun.plan.catalog import PlanCatalog
 from forerun.plan.deployment import Deployment
 from forerun.plan.policy import Comparison, alone, class_lengths, compare, expected_throughput
 from forerun.plan.policy_cost import modelled_cost, roofline_cost
-from forerun.plan.policy_explain import explain_length
+from forerun.plan.policy_explain import explain_gain, explain_length, explain_times
 from forerun.plan.policy_sim import fixed_steps
 from forerun.plan.steptime import Load, forward_time
 from forerun.plan.workload import CODE_AND_CHAT, LONGEST, Workload, WorkloadClass, draw
@@ -236,8 +236,8 @@ def test_the_steadiest_policy_is_the_best_of_those_above_the_floor(
 def test_the_same_seed_gives_the_same_numbers() -> None:
     cost = roofline_cost(MIDDLE, 8)
     first, again, other = (compare(CODE_AND_CHAT, [cost], requests=32, seed=seed)[0] for seed in (1, 1, 2))
-    assert first[1:] == again[1:]
-    assert first[1:] != other[1:]
+    assert first[1:3] == again[1:3]
+    assert first[1:3] != other[1:3]
 
 
 def test_costs_side_by_side_do_not_touch_each_other() -> None:
@@ -247,7 +247,7 @@ def test_costs_side_by_side_do_not_touch_each_other() -> None:
     both = compare(CODE_AND_CHAT, [long, short], requests=64)
     for together, cost in zip(both, (long, short), strict=True):
         [single] = compare(CODE_AND_CHAT, [cost], requests=64)
-        assert together[1:] == single[1:]
+        assert together[1:3] == single[1:3]
     assert len(both[1].fixed) == 4
     assert all(outcome.drafted <= 3 * outcome.throughput + 3 for outcome in both[1].others)
 
@@ -343,4 +343,50 @@ def test_a_steady_class_is_derived_from_the_formula() -> None:
     d = explain_length(Workload((steady(0.8),)), roofline_cost(MIDDLE, 1), 0, draft_cost=MIDDLE, ridge_rows=295)
     formulas = {line.symbol: line.formula for line in d.lines}
     assert formulas["tokens_8"] == "(1 - a**9) / (1 - a)"
+    assert d.value == pytest.approx(sum(0.8**i for i in range(9)) / 1.4, rel=1e-12)
     assert d.lines[-1].symbol == "speedup_8"
+
+
+def test_the_parts_of_the_integral_are_those_of_drawn_requests() -> None:
+    """Shares and tokens a step by range of acceptance, against requests drawn one by one."""
+    code = CODE_AND_CHAT.classes[0]
+    values = {
+        line.symbol: line.value
+        for line in explain_length(CODE_AND_CHAT, roofline_cost(MIDDLE, 1), 0, draft_cost=MIDDLE, ridge_rows=295).lines
+    }
+    means = np.random.default_rng(3).beta(3.2, 0.8, 20000)
+    tokens = code.tokens_per_step(means)[:, 8]
+    for part in range(1, 6):
+        inside = (means >= (part - 1) / 5) & (means < part / 5)
+        assert values[f"share_{part}"] == pytest.approx(inside.mean(), abs=0.015)
+        assert values[f"part_{part}"] == pytest.approx(1 / (1 / tokens[inside]).mean(), rel=0.02)
+
+
+@pytest.mark.parametrize(("batch", "requests"), [(1, 96), (8, 256)])
+def test_the_standard_error_is_that_of_many_seeds(batch: int, requests: int) -> None:
+    cost = roofline_cost(DEAR, batch)
+    found = [compare(CODE_AND_CHAT, [cost], requests=requests, seed=seed)[0] for seed in range(24)]
+    spread = np.std([each.gain("adaptive") for each in found], ddof=1)
+    stated = np.mean([each.gain_error("adaptive") for each in found])
+    assert 0.6 < stated / spread < 1.6
+
+
+def test_one_batch_has_no_standard_error() -> None:
+    [found] = compare(CODE_AND_CHAT, [roofline_cost(DEAR, 8)], requests=8)
+    assert math.isnan(found.gain_error("adaptive"))
+    d = explain_gain(found, "adaptive", 0, draft_cost=DEAR, ridge_rows=295)
+    assert d.value == pytest.approx(found.gain("adaptive"))
+
+
+@pytest.mark.parametrize(("batch", "requests"), [(1, 1), (1, 2), (4, 37), (64, 64)])
+@pytest.mark.parametrize("policy", ["per class", "adaptive", "oracle per moment"])
+def test_a_policys_numbers_are_derived_from_its_requests(batch: int, requests: int, policy: str) -> None:
+    [found] = compare(CODE_AND_CHAT, [roofline_cost(CHEAP, batch)], requests=requests, seed=2)
+    values = {line.symbol: line.value for line in explain_times(found, policy, 2).lines}
+    chosen = found.of(policy)
+    assert (values["mean"], values["p99"]) == pytest.approx((chosen.mean, chosen.p99), rel=1e-12)
+    gain = explain_gain(found, policy, 2, draft_cost=CHEAP, ridge_rows=295)
+    assert gain.value == pytest.approx(found.gain(policy), abs=1e-12)
+    assert found.seconds(found.best_fixed).sum() == pytest.approx(
+        found.requests.tokens.sum() / found.best_fixed.throughput
+    )

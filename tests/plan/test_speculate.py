@@ -125,6 +125,51 @@ def test_the_best_length_is_the_best_of_all(kind: str) -> None:
         assert point == price(shape.network, EIGHT, proposal, batch=batch, context=context, length=point.length)
 
 
+@pytest.mark.parametrize("kind", PROPOSALS)
+def test_the_acceptance_needed_is_where_the_best_length_begins_to_pay(kind: str) -> None:
+    """Against a walk over acceptances; the one that is needed depends on no acceptance of the drafter's."""
+    shape, (drafter, rates) = SPARSE if kind == "mtp" else DENSE, PROPOSALS[kind]
+    steps = 400
+    for batch, context in ((1, 0), (20, 8000), (60, 0), (150, 100), (400, 0)):
+        found = of(shape, ONE, Proposal(drafter, rates), longest=5)
+        needed = found.acceptance_needed(batch, context)
+        for length in (None, min(3, drafter.longest)):
+            needed = found.acceptance_needed(batch, context, length)
+            pays = []
+            for step in range(steps + 1):
+                gains = of(shape, ONE, Proposal(drafter, Acceptance.of(step / steps)), longest=5).speedups(
+                    batch, context
+                )
+                pays.append((max(gains) if length is None else gains[length]) > 1)
+            if needed is None:
+                assert not any(pays)
+                continue
+            first = pays.index(True) if any(pays) else steps + 1
+            assert (first - 1) / steps - 1e-9 <= needed <= first / steps + 1e-9
+            assert all(pays[first:])
+        other = of(shape, ONE, Proposal(drafter, Acceptance.of(0.123)), longest=5)
+        assert other.acceptance_needed(batch, context) == found.acceptance_needed(batch, context)
+
+
+def test_a_longer_draft_may_need_less() -> None:
+    """Where the draft costs the host as long whatever its length, one token pays last."""
+    one = of(DENSE, ONE, Proposal(drafters.ngram(host_us=3000), Acceptance.of(0.5)))
+    needed, by_length = one.acceptance_needed(1, 0), [one.acceptance_needed(1, 0, length) for length in range(1, 17)]
+    assert needed is not None
+    assert needed == min(rate for rate in by_length if rate is not None)
+    assert by_length[0] is not None
+    assert needed < by_length[0] - 0.05
+
+
+def test_no_acceptance_is_enough() -> None:
+    """Arithmetic is the limit: a token verified takes as long as one written."""
+    slow = replace(GPU, flops={"bf16": 1e12})
+    one = of(DENSE, Deployment(hardware=slow, efficiency=Efficiency.ideal()), PROPOSALS["eagle3"])
+    assert one.acceptance_needed(64, 0) is None
+    assert one.acceptance_needed(64, 0, 2) is None
+    assert one.best(64, 0).length == 0
+
+
 def test_of_equal_lengths_the_shortest() -> None:
     """Steps that cost the same whatever they verify, and a second draft token that is never accepted."""
     fixed = Network("nothing", 8, (), None, 0, False, WeightFormats())

@@ -47,7 +47,12 @@ def test_rows_are_the_best_prices(table: SpeculationTable) -> None:
         chosen = best(TARGET, WHERE, proposal, **where, longest=5)
         low = best(TARGET, WHERE, proposal, batch=1, context=context, longest=5)
         kept = price(TARGET, WHERE, proposal, **where, length=low.length)
-        assert row.prices == (chosen, chosen, kept)
+        assert row.prices[:3] == (chosen, chosen, kept)
+        needed = row.prices.acceptance_needed
+        assert needed is not None
+        for factor, pays in ((1 + 1e-6, True), (1 - 1e-6, False)):
+            one = Proposal(proposal.drafter, Acceptance.of(needed * factor))
+            assert (best(TARGET, WHERE, one, **where, longest=5).length > 0) == pays
         assert row.prices.loss == 0
         assert row.prices.low_load_loss == pytest.approx(1 - kept.speedup / chosen.speedup)
 
@@ -95,7 +100,8 @@ def test_a_given_length_and_what_it_loses() -> None:
     table = Speculations(TARGET, WHERE, PROPOSALS, length=4, longest=5).table([1, 128], [500])
     for row in table.rows:
         assert row.prices is not None
-        point, chosen, _ = row.prices
+        point, chosen = row.prices[:2]
+        assert row.prices.acceptance_needed is not None
         assert point.length == (3 if row.drafter == "medusa-3" else 4)
         proposal = next(p for p in PROPOSALS if p.drafter.name == row.drafter)
         assert point == price(TARGET, WHERE, proposal, batch=row.batch, context=500, length=point.length)

@@ -21,9 +21,13 @@ HELP = """Price models, drafters and claims from first principles: no GPU, no we
 Each command prints a table; --explain prints how its numbers come about, --json the same as data."""
 
 
+_KEYS = "\n\n--json prints "
+
+
 def register(app: typer.Typer) -> None:
     """Add the command group."""
-    group = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
+    group = typer.Typer(help=HELP, rich_markup_mode=None)
+    group.callback(invoke_without_command=True)(_root)
     for module in (
         plan_step,
         plan_calibrate,
@@ -36,4 +40,13 @@ def register(app: typer.Typer) -> None:
         plan_policy,
     ):
         module.register(group)
+    for command in group.registered_commands:
+        # The keys of the JSON are long and for few; in each command's help they stand after the options.
+        command.help, found, keys = str(command.help).partition(_KEYS)
+        command.epilog = f"{found.strip()} {keys}" if found else None
     app.add_typer(group, name="plan")
+
+
+def _root(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from forerun.plan.calibrate_data import StepTimes
     from forerun.plan.derivation import Derivation
 
-HELP = """Fit what a machine reaches of its peaks to measured step times, and say how well that describes them.
+HELP = """Fit what a machine reaches of its peaks to step times.
+
+It also says how well that describes them.
 
 FILE is a JSON list of {batch, tokens, context, milliseconds} (tokens: new ones of each sequence), measured with the
 model, hardware and split that the options name; or what `forerun bench step --json` prints, which brings its own
@@ -27,7 +29,7 @@ name. Bandwidth and compute are fitted, and a fixed overhead and the order of th
 
 --json prints command, setup, file, kind ("points" or "bench step"), fitted (of bandwidth, compute, overhead, order),
 held (of the same: value and reason), bandwidth_bytes_per_s, flops_per_s (both as reached), points (name, batch, tokens,
-context, milliseconds, predicted_milliseconds, error, used), error_mean, error_max (of the points that the fit was made
+context, ms, predicted_ms, error, used), error_mean, error_max (of the points that the fit was made
 from), kept_back_error_mean, kept_back_error_max (of the others; null without), measured (model, batch, queries,
 context, points, error_max, sha256, cpu, threads, date), saved (path or null), and with --explain explained (name of a
 point) and derivation (symbol, value, unit, formula, source)."""
@@ -43,6 +45,7 @@ def register(group: typer.Typer) -> None:
 
 def calibrate(
     setup: PlanSetup | None,
+    ctx: typer.Context,
     file: Path = typer.Argument(..., metavar="FILE", help="Measured step times, JSON."),
     points: int | None = typer.Option(
         None, "--points", help="Fit to so many points and compare with all; 2: the fewest and the most tokens a step."
@@ -64,7 +67,7 @@ def calibrate(
         raise PlanError("memory-gb", f"{memory_gb:g} is not allowed; expected a number above 0")
     if setup is None:
         setup = _setup_of(times)
-    fit = _fit(setup, times, points, memory_gb)
+    fit = _fit(setup, times, points, memory_gb, ctx.params)
     shown = _with_fit(setup, fit)
     saved = _save(fit) if save else None
     worst = max(fit.points, key=lambda point: abs(point.error))
@@ -92,7 +95,10 @@ def _setup_of(times: StepTimes) -> PlanSetup:
     return set_up(**{**shared_defaults(), "model": name})
 
 
-def _fit(setup: PlanSetup, times: StepTimes, points: int | None, memory_gb: float | None) -> Fit:
+def _fit(
+    setup: PlanSetup, times: StepTimes, points: int | None, memory_gb: float | None, given: Mapping[str, Any]
+) -> Fit:
+    """given: the options as they were written; the setup has defaults of other machines where they weren't."""
     from datetime import date
 
     from forerun.plan import calibrate as plan
@@ -106,7 +112,9 @@ def _fit(setup: PlanSetup, times: StepTimes, points: int | None, memory_gb: floa
     memory = machine_memory() if memory_gb is None else memory_gb * 1e9
     if memory is None:
         raise PlanError("memory-gb", "missing; this system doesn't say how much memory it has")
-    order = setup.options["order"]
+    ideal, order, layer_us = (given[name] for name in ("ideal", "order", "layer_us"))
+    if ideal:
+        order, layer_us = where.eff.order, where.eff.layer_us
     return plan.calibrate_machine(
         network,
         times.machine,
@@ -115,7 +123,7 @@ def _fit(setup: PlanSetup, times: StepTimes, points: int | None, memory_gb: floa
         activations=where.activations,
         kv=where.kv,
         order=plan.LOCAL_ORDER if order is None else order,
-        layer_us=where.eff.layer_us,
+        layer_us=plan.LOCAL_LAYER_US if layer_us is None else layer_us,
         points=points,
         date=date.today().isoformat(),
     )
@@ -149,15 +157,16 @@ def _save(fit: Fit) -> Path:
 
 def _explained(fit: Fit, point: FitPoint) -> Derivation:
     """How the prediction of one point comes about."""
-    from forerun.plan.explain import explain_forward
+    from forerun.plan.explain import explain_forward, explain_step
     from forerun.plan.steptime import forward_time
 
     forward = forward_time(fit.network, fit.deployment, point.load)
-    derivation = explain_forward(forward)
+    if fit.forwards:
+        derivation = explain_forward(forward)
+    else:
+        source = f"{'measured' if 'overhead' in fit.fitted else 'setting'}: of every step, beside the forward"
+        derivation = explain_step(forward, generating=False, source=source)
     derivation.title = f"seconds of {point.name}, which was measured as {point.seconds * 1e3:.4g} ms"
-    if not fit.forwards:
-        derivation.given("step_us", fit.deployment.eff.step_us, "us", "measured: of every step, beside the forward")
-        derivation.derived("step_seconds", "forward_seconds + step_us / 1e6", "s", "what was timed is a step")
     return derivation
 
 
@@ -228,8 +237,8 @@ def _body(
                 "batch": point.load.batch,
                 "tokens": point.load.queries,
                 "context": point.load.context,
-                "milliseconds": point.seconds * 1e3,
-                "predicted_milliseconds": point.predicted_seconds * 1e3,
+                "ms": point.seconds * 1e3,
+                "predicted_ms": point.predicted_seconds * 1e3,
                 "error": point.error,
                 "used": point.used,
             }

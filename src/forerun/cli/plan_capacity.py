@@ -23,9 +23,11 @@ from forerun.errors import PlanError
 
 if TYPE_CHECKING:
     from forerun.plan.capacity import Capacity, Preemption, Row
+    from forerun.plan.derivation import Derivation
 
-HELP = """How many requests a machine holds: KV a token, the pool, when it is full, what a preemption costs, and the
-speed of each user against that of all.
+HELP = """How many requests a machine holds, and how fast.
+
+KV a token, the pool, when it is full, what a preemption costs, and the speed of each user against that of all.
 
 All requests have --prompt and --reply tokens, and those of a batch start together. A row's times are half-way from the
 prompt to the end, or to a full pool.
@@ -33,8 +35,13 @@ prompt to the end, or to a full pool.
 --json prints command, setup, prompt, reply, utilization, block, chunk, drafters, weights_bytes, drafter_bytes,
 pool_bytes, token_bytes, long_token_bytes (beyond all windows), pool_tokens, sequence_bytes (at_start, mean, at_end),
 fitting (at_start, on_average, to_the_end), preemptions (tokens, recompute_seconds, swap_bytes, swap_seconds), rows
-(batch, length, context, tokens_per_step, step_seconds, tokens_per_s, throughput, pool_start, pool_end, fills_at,
-fills_tokens), and with --explain derivation."""
+(batch, length, context, tokens_per_step, step_seconds, tokens_per_s, throughput_tokens_per_s, pool_start, pool_end,
+fills_at, fills_tokens), and with --explain derivations (title, lines (symbol, value, unit, formula, source)). drafters:
+drafter, kind, acceptance, assumed, weight_bytes. tokens_per_s is each request's, throughput_tokens_per_s that of all;
+pool_start, pool_end: shares of the pool that are wanted, above 1 if it fills.
+
+--explain derives what fits to the end; the step and tokens/s of a row, and when it fills the pool (--explain-row, by
+default the first that fills it, or the last); recompute and swap of the first preemption."""
 
 
 def register(group: typer.Typer) -> None:
@@ -47,7 +54,7 @@ def capacity(
     prompt: int = typer.Option(1000, "--prompt", help="Tokens of each prompt."),
     reply: int = typer.Option(500, "--reply", help="Tokens of each reply."),
     batches: str | None = typer.Option(
-        None, "--batch", "-b", metavar="LIST",
+        None, "--batches", "--batch", "-b", metavar="N,N,...",
         help="Requests that start together, such as 1,8,64. [default: 1, 2, 4, ... to those that fit]",
     ),
     drafter: str | None = typer.Option(
@@ -60,18 +67,18 @@ def capacity(
     block: int = typer.Option(16, "--block", help="Tokens of a block of the pool."),
     chunk: int = typer.Option(2048, "--chunk", help="Tokens of a prompt that one step computes."),
     explain: bool = EXPLAIN,
+    explain_row: int | None = typer.Option(None, "--explain-row", metavar="N", help="Explain the row of N requests."),
     as_json: bool = JSON,
 ) -> None:  # fmt: skip
     """The command."""
     from forerun.plan.capacity import Capacity, Lengths, default_batches
-    from forerun.plan.capacity_explain import explain_capacity
+    from forerun.plan.memory import check_context
 
-    wanted = numbers(batches, "batch") if batches is not None else None
+    wanted = numbers(batches, "batches") if batches is not None else None
     lengths = Lengths(prompt, reply)
     lengths.check()
-    longest = setup.model.max_context
-    if longest and prompt + reply > longest:
-        raise PlanError("reply", f"{prompt} + {reply} tokens are more than the {longest} of {setup.model.name}")
+    check_context(setup.model, prompt, "prompt")
+    check_context(setup.model, prompt + reply, "reply")
     texts = [drafter] if drafter is not None else []
     proposals = proposals_of(texts, setup) if texts else []
     found = Capacity(
@@ -82,16 +89,18 @@ def capacity(
     preemptions = [
         found.preemption(tokens) for tokens in sorted({prompt + 1, prompt + (reply + 1) // 2, prompt + reply})
     ]
-    derivation = explain_capacity(found) if explain else None
+    derivations = _explained(found, rows, preemptions, explain_row) if explain or explain_row is not None else []
     if as_json:
-        body = {
+        body: dict[str, Any] = {
             "prompt": prompt, "reply": reply, "utilization": utilization, "block": block, "chunk": chunk,
             "drafters": drafters_json(texts, proposals) if texts else [],
             **_memory(found),
             "preemptions": [each._asdict() for each in preemptions],
             "rows": [_row_json(row) for row in rows],
         }  # fmt: skip
-        print_json("capacity", setup, {**body, "derivation": derivation_json(derivation)} if derivation else body)
+        if derivations:
+            body["derivations"] = [{"title": each.title, "lines": derivation_json(each)} for each in derivations]
+        print_json("capacity", setup, body)
         return
     print_setup(setup)
     for line in drafter_lines(texts, proposals) if texts else []:
@@ -107,8 +116,31 @@ def capacity(
     print_table(
         ("tokens", "recompute", "swap out and in", "cheaper"), [_preempted(each) for each in preemptions], words=()
     )
-    if derivation is not None:
+    for derivation in derivations:
         print_derivation(derivation)
+
+
+def _explained(
+    found: Capacity, rows: Sequence[Row], preemptions: Sequence[Preemption], batch: int | None
+) -> list[Derivation]:
+    """Of every sort of number in the tables one. Raises PlanError if there is no row of that batch."""
+    from forerun.plan import capacity_explain as plan
+
+    if batch is None:
+        row = next((row for row in rows if row.fills_at is not None), rows[-1])
+    else:
+        of_batch = {row.batch: row for row in rows}
+        if batch not in of_batch:
+            raise PlanError("explain-row", f"{batch} is no row; expected one of {', '.join(map(str, of_batch))}")
+        row = of_batch[batch]
+    first = preemptions[0]
+    return [
+        plan.explain_capacity(found),
+        plan.explain_row(found, row),
+        *([plan.explain_filling(found, row)] if row.fills_at is not None else []),
+        plan.explain_recompute(found, first),
+        *([plan.explain_swap(found, first)] if first.swap_seconds is not None else []),
+    ]
 
 
 def _memory(found: Capacity) -> dict[str, Any]:
@@ -144,9 +176,8 @@ def _print_memory(found: Capacity) -> None:
     tokens = f"{found.pool / found.token_bytes:,.0f} tokens"
     if found.long_token_bytes != found.token_bytes:
         tokens += " within the window"
-    typer.echo(
-        f"pool: {found.utilization:.0%} of {memory} - {weights} of weights{drafter} = {binary(found.pool)}, {tokens}"
-    )
+    pool = quantity(found.pool, "B")
+    typer.echo(f"pool: {found.utilization:.0%} of {memory} - {weights} of weights{drafter} = {pool}, {tokens}")
     fits = found.fitting
     typer.echo(
         f"requests of {prompt} + {reply} tokens that fit: {fits.at_start} at the start "
@@ -174,7 +205,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "tokens_per_step": point.tokens_per_step,
         "step_seconds": row.step_seconds,
         "tokens_per_s": point.tokens_per_second,
-        "throughput": point.throughput,
+        "throughput_tokens_per_s": point.throughput,
         "pool_start": row.pool_start,
         "pool_end": row.pool_end,
         "fills_at": row.fills_at,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forerun.plan.hardware import Hardware
     from forerun.plan.shapes import ModelShape
 
-MODELS_HELP = """The models of the catalog, or the one of that NAME, config.json or folder.
+MODELS_HELP = """The models of the catalog, or one by its name or file.
 
 A model's columns: all parameters; those that one token's forward multiplies (its experts and the head, no embedding);
 bytes of its weights in their published formats; KiB that a token keeps in a 16-bit KV cache; layers, and how many of
@@ -28,15 +28,15 @@ heads, kv_heads, head_dim, vocab, intermediate, gated, tied, qkv_bias, out_bias,
 window, window_layers, sinks, latent, experts, mtp_layers, max_context, formats, source), and with --explain derivations
 (parameters, active_parameters, kv_kib_per_token: each symbol, value, unit, formula, source)."""
 
-HARDWARE_HELP = """The hardware of the catalog, or the one of that NAME.
+HARDWARE_HELP = """The hardware of the catalog, or one by its name.
 
 Rates are dense and per accelerator, the link is that to the others of a tensor-parallel group in one direction, the
 ridge is the bf16 rate over the bandwidth: FLOP per byte above which arithmetic is the limit. `local` is this machine,
 once it was measured.
 
---json prints command, hardware (name, flops, bandwidth, memory, link, link_us, host, ridge, ridge_type, efficiency,
-measured, sources; FLOP/s, bytes/s, bytes) and local_error (why there is no `local`, or null), and with --explain
-derivation (symbol, value, unit, formula, source)."""
+--json prints command, hardware (name, flops_per_s, bandwidth_bytes_per_s, memory_bytes, link_bytes_per_s,
+link_us, host_bytes_per_s, ridge_flops_per_byte, ridge_type, efficiency, measured, sources) and local_error (why there
+is no `local`, or null), and with --explain derivation (symbol, value, unit, formula, source)."""
 
 _CATALOG = typer.Option(None, "--catalog", metavar="FILE", help="TOML with models and hardware of yours.")
 
@@ -181,13 +181,13 @@ def _hardware_json(found: Hardware) -> dict[str, Any]:
 
     return {
         "name": found.name,
-        "flops": dict(found.flops),
-        "bandwidth": found.bandwidth,
-        "memory": found.memory,
-        "link": found.link,
+        "flops_per_s": dict(found.flops),
+        "bandwidth_bytes_per_s": found.bandwidth,
+        "memory_bytes": found.memory,
+        "link_bytes_per_s": found.link,
         "link_us": found.link_us,
-        "host": found.host,
-        "ridge": _ridge(found),
+        "host_bytes_per_s": found.host,
+        "ridge_flops_per_byte": _ridge(found),
         "ridge_type": ridge_type(found),
         "efficiency": None if found.efficiency is None else asdict(found.efficiency),
         "measured": None if found.measured is None else asdict(found.measured),

@@ -28,19 +28,22 @@ if TYPE_CHECKING:
     from forerun.plan.claim_speedup import SpeedupAssessment
     from forerun.plan.speculate import Proposal
 
-HELP = """Check a claimed speed: one division, then what would have to be true besides, then what to ask.
+HELP = """Check a claimed speed against the hardware.
+
+One division, then what would have to be true besides, then what to ask.
 
 The ceiling is bandwidth over the bytes that a step reads. The verdict is "physics" (the peaks suffice under the stated
 conditions), "possible if" (one plausible condition that the claim doesn't state, or two together, make it true) or
 "marketing".
 
 --json prints command, setup, claim (tokens_per_s, speedup, batch, context, tokens_per_step, aggregate, stated),
-verdict, summary, questions, ratio (claim over ceiling, or over the limit), memory (weights_bytes, kv_bytes,
-usable_bytes, fits), drafters, and with --explain derivation. For a claimed speed also: ceiling_tokens_per_s,
-step_bytes (weights, kv), ideal_tokens_per_s, ideal_bound, ideal_parts (seconds by phase), usual_tokens_per_s,
-conditions (kind, needed, unit, real, reached, sufficient, plausible, stated, counts, note) and pairs (kinds, text,
-reached). For a claimed speedup: limit, needed_tokens_per_step, verified, verify_ratio, acceptance_needed and best
-(length, tokens_per_step, speedup; with --drafter)."""
+verdict, summary, questions, ratio (claim over ceiling, or over the limit), memory (weight_bytes, kv_bytes,
+usable_bytes, fits), drafters (drafter, kind, acceptance, assumed, weight_bytes), and with --explain derivation
+(symbol, value, unit, formula, source). For a claimed speed also: ceiling_tokens_per_s, step_bytes (weights, kv),
+ideal_tokens_per_s, ideal_bound, ideal_parts (seconds by phase), usual_tokens_per_s, conditions (kind, needed, unit,
+real, reached, sufficient, plausible, settled, note, counts) and pairs (kinds, text, reached). For a claimed speedup:
+limit, needed_tokens_per_step, verified, verify_ratio, acceptance_needed and best (length, tokens_per_step, speedup;
+with --drafter)."""
 
 
 def register(group: typer.Typer) -> None:
@@ -53,8 +56,10 @@ def claim(
     tokens_per_s: float | None = typer.Option(None, "--tokens-per-s", help="Claimed tokens/s."),
     latency_ms: float | None = typer.Option(None, "--latency-ms", help="Claimed milliseconds a token instead."),
     speedup: float | None = typer.Option(None, "--speedup", help="Claimed times faster by speculation instead."),
-    batch: int = typer.Option(1, "--batch", "-b", help="Sequences that share a step."),
-    context: int = typer.Option(1000, "--context", "-c", help="Cached tokens of each."),
+    batch: int | None = typer.Option(
+        None, "--batch", "--batches", "-b", help="Sequences that share a step. [default: 1; needed with --aggregate]"
+    ),
+    context: int = typer.Option(1000, "--context", "--contexts", "-c", help="Cached tokens of each."),
     aggregate: bool = typer.Option(False, "--aggregate", help="The claim counts the tokens of all sequences."),
     tokens_per_step: float = typer.Option(1.0, "--tokens-per-step", help="That speculation gives, if it is stated."),
     drafter: str | None = typer.Option(
@@ -63,7 +68,7 @@ def claim(
     stated: str | None = typer.Option(
         None, "--stated", metavar="LIST",
         help="Conditions that the claim settles, so that they can't be otherwise: some of weights, kv, gpus, hardware, "
-        "batch, acceptance.",
+        "batch, acceptance. On one card: gpus,hardware; for one user: batch; without speculation: acceptance.",
     ),
     utilization: float = typer.Option(0.9, "--utilization", help="Share of the memory that is used."),
     explain: bool = EXPLAIN,
@@ -71,12 +76,17 @@ def claim(
 ) -> None:  # fmt: skip
     """The command."""
     from forerun.plan.claim_setting import Setting
+    from forerun.plan.memory import check_context
 
+    check_context(setup.model, context)
     given = [tokens_per_s is not None, latency_ms is not None, speedup is not None]
     if sum(given) != 1:
         raise PlanError("tokens-per-s", "expected exactly one of --tokens-per-s, --latency-ms and --speedup")
     if aggregate and tokens_per_s is None:
         raise PlanError("aggregate", "goes with --tokens-per-s only")
+    if aggregate and batch is None:
+        raise PlanError("batch", "missing; expected --batch with --aggregate, which counts the tokens of that many")
+    batch = 1 if batch is None else batch
     settled = frozenset(word.strip() for word in stated.split(",")) if stated is not None else frozenset()
     if drafter is not None and tokens_per_step > 1:
         raise PlanError("tokens-per-step", "follows from the drafter and its acceptance; give only one of them")
@@ -98,8 +108,8 @@ def claim(
             raise PlanError("stated", "goes with --tokens-per-s and --latency-ms only")
         _speedup(setup, setting, speedup, proposal, body, explain=explain, as_json=as_json)
         return
-    if latency_ms is not None and not 0 < latency_ms < float("inf"):
-        raise PlanError("latency-ms", f"{latency_ms} is not allowed; expected milliseconds above 0")
+    if latency_ms is not None and not 1e-6 <= latency_ms <= 1e9:
+        raise PlanError("latency-ms", f"{latency_ms} is not allowed; expected 1e-6 to 1e9 milliseconds")
     claimed = tokens_per_s if tokens_per_s is not None else 1e3 / (latency_ms or 1)
     _speed(setup, setting, claimed, settled, proposal, body, explain=explain, as_json=as_json)
 
@@ -137,7 +147,7 @@ def _speed(
         print_json("claim", setup, {**body, "derivation": derivation_json(derivation)} if derivation else body)
         return
     print_setup(setup)
-    users = "of each user" if setting.users == 1 else "of all together"
+    users = "of all together" if setting.aggregate else "of each user"
     typer.echo(
         f"claimed: {speed(claimed)} tokens/s {users}, batch {setting.batch}, context {setting.context:g}"
         + (f", {setting.tokens_per_step:g} tokens a step" if setting.tokens_per_step > 1 else "")
@@ -156,12 +166,14 @@ def _speed(
     if found.conditions:
         typer.echo("\nwhat would have to be, everything else as stated:")
         print_table(
-            ("condition", "needed", "in reality", "tokens/s", "enough", "plausible", "note"),
+            ("condition (in --stated)", "needed", "in reality", "tokens/s", "enough", "plausible", "note"),
             [_row(each) for each in found.conditions],
             words=(0, 1, 2, 6),
         )
         if stated:
             typer.echo("settled: the claim itself says otherwise, so it doesn't count")
+        else:
+            typer.echo('what the claim settles goes into --stated; "on one card": --stated gpus,hardware')
     elif proposal is not None:
         typer.echo(f"it needs no speculation, so {proposal.drafter.name} is not priced")
     if found.pairs:
@@ -174,9 +186,9 @@ def _speed(
 
 
 _NAMES = {
-    "weights": "weight precision", "kv": "KV precision", "gpus": "number of GPUs", "hardware": "other hardware",
-    "batch": "tokens of many users", "acceptance": "speculation", "drafter": "the drafter",
-    "active": "active parameters",
+    "weights": "weight precision (weights)", "kv": "KV precision (kv)", "gpus": "number of GPUs (gpus)",
+    "hardware": "other hardware (hardware)", "batch": "tokens of many users (batch)",
+    "acceptance": "speculation (acceptance)", "drafter": "the drafter", "active": "active parameters",
 }  # fmt: skip
 
 
@@ -189,7 +201,7 @@ def _row(each: Condition) -> Sequence[str]:
     needed = "none would do" if each.needed is None else f"{each.needed:.3g} {each.unit}"
     return (
         _NAMES[each.kind], needed, each.real, "-" if each.reached is None else speed(each.reached),
-        "yes" if each.sufficient else "no", "settled" if each.stated else "yes" if each.plausible else "no", each.note,
+        "yes" if each.sufficient else "no", "settled" if each.settled else "yes" if each.plausible else "no", each.note,
     )  # fmt: skip
 
 
@@ -257,7 +269,7 @@ def _outcome(found: Assessment | SpeedupAssessment) -> dict[str, Any]:
         "questions": found.questions,
         "ratio": found.ratio,
         "memory": {
-            "weights_bytes": room.weights, "kv_bytes": room.kv, "usable_bytes": room.usable, "fits": room.fits,
+            "weight_bytes": room.weights, "kv_bytes": room.kv, "usable_bytes": room.usable, "fits": room.fits,
         },
     }  # fmt: skip
 

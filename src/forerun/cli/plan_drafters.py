@@ -89,14 +89,17 @@ def drafter_lines(texts: Sequence[str], proposals: Sequence[Proposal]) -> list[s
     """What is said about the drafters above a table: each with its acceptances, and where these are from."""
     given = [":" in text for text in texts] or [False] * len(proposals)
     lines = []
-    for known, title in ((True, "given"), (False, "assumed, not measured")):
+    for known, title, end in (
+        (True, "given", ""),
+        (False, "assumed, not measured", " (sources: docs/plan-speculate.md)"),
+    ):
         listed = [
             f"{proposal.drafter.name} {rates_text(proposal)}"
             for proposal, is_given in zip(proposals, given, strict=True)
             if is_given == known
         ]
         if listed:
-            lines.append(f"acceptance by depth, {title}: {'; '.join(listed)}")
+            lines.append(f"acceptance by depth, {title}: {'; '.join(listed)}{end}")
     return lines
 
 

@@ -9,12 +9,15 @@ import typer
 
 from forerun.cli.plan_drafters import drafters_json
 from forerun.cli.plan_setup import EXPLAIN, JSON, PlanSetup, planned
-from forerun.cli.plan_view import derivation_json, print_derivation, print_json
+from forerun.cli.plan_speculate_explain import print_explained
+from forerun.cli.plan_view import derivation_json, print_json
 
 if TYPE_CHECKING:
     from forerun.plan.export_plan import DraftPlan, Export
 
-HELP = """A plan as flags, YAML or Python for the engine that runs it, with the reason of every number as a comment.
+HELP = """A plan as flags, YAML or Python for an engine.
+
+The reason of every number is a comment.
 
 The draft lengths are the best ones at every batch up to --most: a schedule where the engine has one (vLLM,
 TensorRT-LLM), else the length for --batch. The configuration is checked against what the engine documents before it is
@@ -39,10 +42,10 @@ def export(
         help="KIND[=ARGUMENT][:RATE,RATE,...]: ngram, medusa[=HEADS], model=NAME, eagle, eagle3[=VOCAB|full], mtp; "
         "rates are acceptances by depth, the last one for all deeper.",
     ),
-    context: float = typer.Option(1000, "--context", "-c", help="Cached tokens of each sequence."),
+    context: int = typer.Option(1000, "--context", "--contexts", "-c", help="Cached tokens of each sequence."),
     most: int = typer.Option(64, "--most", help="Sequences that run together at most."),
     batch: int | None = typer.Option(
-        None, "--batch", "-b",
+        None, "--batch", "--batches", "-b",
         help="Sequences for which the length is chosen if the engine has only one. [default: --most]",
     ),
     longest: int = typer.Option(16, "--longest", help="Draft tokens that are tried at most."),
@@ -58,12 +61,15 @@ def export(
     as_json: bool = JSON,
 ) -> None:  # fmt: skip
     """The command."""
+    from forerun.plan.export import check_engine, write_out
     from forerun.plan.export import export as export_plan
-    from forerun.plan.export import write_out
     from forerun.plan.export_plan import plan_draft
     from forerun.plan.export_text import written
+    from forerun.plan.memory import check_context
     from forerun.plan.spec import proposal_of
 
+    check_engine(engine)
+    check_context(setup.model, context)
     proposal = proposal_of(drafter, setup.model, setup.catalog.shape)
     plan = plan_draft(
         setup.model, setup.deployment, proposal,
@@ -85,7 +91,7 @@ def export(
         if made.placeholders:
             typer.echo(f"still to be filled in: {', '.join(made.placeholders)}", err=True)
     if explain:
-        print_derivation(_derivation(plan))
+        print_explained(_derivation(plan))
 
 
 def _json(engine: str, made: Export, text: str, drafter: str, explain: bool) -> dict[str, Any]:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 _COSTS = "0.007,0.05,0.2"
 _CONTEXT = 1000
 
-HELP = """What policies of draft length do to a mix of requests: to the mean, to the slow ones, to throughput.
+HELP = """What policies of draft length do to a mix of requests.
+
+Shown are the mean, the slow ones, and throughput.
 
 By simulation. Times are for each token of a request, in plain steps: 1 is what it takes in a batch of that size without
 speculation. Without a model a step over n rows takes max(1, n / ridge-rows) and a draft token --cost plain steps; with
@@ -31,12 +33,16 @@ one both are from its step model, the drafter's from its shape.
 --json prints command, setup (null without a model), context, ridge_rows (both null where they play no part), requests,
 seed, floor, classes (name, share, acceptance, spread, swing, dwell, tokens; spread null: all alike), comparisons
 (drafter, batch, requests, plain_seconds, alone (class, length, tokens_per_step, cost, speedup), best_fixed, policies,
-fixed, steadiest), and with --explain derivations, one for each class, of the first drafter at the first batch (symbol,
-value, unit, formula, source). best_fixed and steadiest are one policy each, policies and fixed are lists (fixed: every
-length): policy, lengths, mean, p50, p99, slower, throughput, gain, drafted, mean_seconds. mean, p50, p99: over
-requests; slower: share that takes longer than without speculation; gain: of throughput over best_fixed; drafted: for
-each token; mean_seconds: for each token, null without a model; steadiest: the smallest p99 of what an engine can do
-with --floor of the largest throughput."""
+fixed, steadiest), and with --explain derivations (title, lines (symbol, value, unit, formula, source)). best_fixed and
+steadiest are one policy each, policies and fixed are lists (fixed: every length): policy, lengths, mean, p50, p99,
+slower, throughput_ratio, gain, gain_error, drafted, mean_seconds. mean, p50, p99: over requests; slower: share that
+takes longer than without speculation; throughput_ratio: tokens over time in those of plain decoding; gain: of it over
+best_fixed; gain_error: its standard error, null in best_fixed and fixed; drafted: for each token; mean_seconds: for
+each token, null without a model; steadiest: the smallest p99 of what an engine can do with --floor of the largest
+throughput.
+
+--explain derives, for the first drafter at the first batch, the speedup of each class, and the adaptive policy's mean,
+p99 and gain. Gains have a standard error of about a point with 160 requests (gain_error); 2048 take seconds."""
 
 
 def register(group: typer.Typer) -> None:
@@ -66,15 +72,19 @@ def policy(
         help="With a model, repeatable: ngram, medusa[=HEADS], model=NAME, eagle, eagle3[=VOCAB|full], mtp. "
         "[default: those that go with it]",
     ),
-    batches: str = typer.Option("1,8", "--batches", "-b", metavar="N,N,...", help="Sequences that share a step."),
+    batches: str = typer.Option(
+        "1,8", "--batches", "--batch", "-b", metavar="N,N,...", help="Sequences that share a step."
+    ),
     context: int | None = typer.Option(
-        None, "--context", "-c", help=f"With a model: cached tokens of each. [default: {_CONTEXT}]"
+        None, "--context", "--contexts", "-c", help=f"With a model: cached tokens of each. [default: {_CONTEXT}]"
     ),
     ridge_rows: float | None = typer.Option(
         None, "--ridge-rows", help="Without a model: rows from which arithmetic is the limit. [default: 295]"
     ),
     floor: float = typer.Option(0.95, "--floor", help="Share of the largest throughput that has to be kept."),
-    requests: int = typer.Option(256, "--requests", "-n", help="Requests that are measured, at each cost and batch."),
+    requests: int = typer.Option(
+        160, "--requests", "-n", help="Requests that are measured, at each cost and batch; 2048 take seconds."
+    ),
     seed: int = typer.Option(0, "--seed", help="Of everything that is drawn."),
     explain: bool = EXPLAIN,
     as_json: bool = JSON,
@@ -101,7 +111,7 @@ def policy(
             raise PlanError("ridge-rows", "not allowed with --model, whose step model says what rows cost")
         priced = _modelled(setup, cost, drafter, sizes, _CONTEXT if context is None else context)
     compared = [found for each in priced for found in compare(workload, each.costs, requests=requests, seed=seed)]
-    derivations = _explained(workload, priced[0], None if setup else ridge) if explain else None
+    derivations = _explained(workload, priced[0], compared[0], None if setup else ridge, seed) if explain else []
     if as_json:
         body: dict[str, Any] = {
             **({} if setup else {"setup": None}),
@@ -114,7 +124,7 @@ def policy(
             "comparisons": [_comparison_json(workload, each, floor, requests) for each in compared],
         }
         if derivations:
-            body["derivations"] = [derivation_json(each) for each in derivations]
+            body["derivations"] = [{"title": each.title, "lines": derivation_json(each)} for each in derivations]
         print_json("policy", setup, body)
         return
     if setup:
@@ -125,7 +135,7 @@ def policy(
     _print_alone(workload, priced[0].costs)
     _print_outcomes(compared)
     _print_steadiest(compared, floor)
-    for derivation in derivations or ():
+    for derivation in derivations:
         print_derivation(derivation)
 
 
@@ -149,12 +159,13 @@ def _modelled(
     setup: PlanSetup, cost: str | None, texts: Sequence[str], batches: Sequence[int], context: int
 ) -> list[_Priced]:
     """Raises PlanError if cost and drafter are both given, a drafter has rates, or something doesn't fit."""
-    from forerun.plan.memory import check_fits
+    from forerun.plan.memory import check_context, check_fits
     from forerun.plan.policy_cost import modelled_cost
     from forerun.plan.spec import proposal_of
     from forerun.plan.workload import LONGEST
 
     network, where = setup.model.network, setup.deployment
+    check_context(setup.model, context)
     if cost is not None:
         if texts:
             raise PlanError("drafter", "not allowed with --cost, which says what a draft token costs")
@@ -183,12 +194,19 @@ def _modelled(
     ]
 
 
-def _explained(workload: Workload, priced: _Priced, ridge: float | None) -> list[Derivation]:
-    from forerun.plan.policy_explain import explain_length
+def _explained(
+    workload: Workload, priced: _Priced, found: Comparison, ridge: float | None, seed: int
+) -> list[Derivation]:
+    """Of the first drafter at the first batch."""
+    from forerun.plan.policy_explain import explain_gain, explain_length, explain_times
 
     return [
-        explain_length(workload, priced.costs[0], index, draft_cost=priced.given[0], ridge_rows=ridge)
-        for index in range(len(workload.classes))
+        *(
+            explain_length(workload, priced.costs[0], index, draft_cost=priced.given[0], ridge_rows=ridge)
+            for index in range(len(workload.classes))
+        ),
+        explain_times(found, "adaptive", seed),
+        explain_gain(found, "adaptive", seed, draft_cost=priced.given[0], ridge_rows=ridge),
     ]
 
 
@@ -215,7 +233,7 @@ def _print_alone(workload: Workload, costs: Sequence[StepCost]) -> None:
         for cost in costs
         for found in alone(workload, cost)
     ]  # fmt: skip
-    print_table(("drafter", "class", "length", "tokens a step", "step", "speedup"), rows, words=(0, 1))
+    print_table(("drafter", "class", "drafts", "tokens/step", "step", "speedup"), rows, words=(0, 1))
 
 
 def _print_outcomes(compared: Sequence[Comparison]) -> None:
@@ -232,8 +250,8 @@ def _print_outcomes(compared: Sequence[Comparison]) -> None:
             if timed:
                 cells.append(f"{outcome.mean * (found.cost.plain_seconds or 0) * 1e3:.3g}")
             rows.append(cells)
-    columns = ["drafter", "batch", "policy", "length", "mean", "p50", "p99", "slower", "throughput", "gain"]
-    print_table([*columns, "ms a token"] if timed else columns, rows, words=(0, 2))
+    columns = ["drafter", "batch", "policy", "drafts", "mean", "p50", "p99", "slower", "throughput", "gain"]
+    print_table([*columns, "ms/token"] if timed else columns, rows, words=(0, 2))
 
 
 def _print_steadiest(compared: Sequence[Comparison], floor: float) -> None:
@@ -245,11 +263,12 @@ def _print_steadiest(compared: Sequence[Comparison], floor: float) -> None:
             found.cost.name, str(found.cost.batch), best.policy, _lengths(best), f"{best.p99:.3f}",
             f"{best.slower:.0%}", f"{best.throughput:.3f}",
         ))  # fmt: skip
-    print_table(("drafter", "batch", "policy", "length", "p99", "slower", "throughput"), rows, words=(0, 2))
+    print_table(("drafter", "batch", "policy", "drafts", "p99", "slower", "throughput"), rows, words=(0, 2))
 
 
 def _gain(outcome: Outcome, best_fixed: Outcome) -> str:
-    return f"{round(outcome.throughput / best_fixed.throughput - 1, 4) + 0.0:+.1%}"
+    # Rounded to what is shown, so that a small loss isn't -0.0%.
+    return f"{round(outcome.throughput / best_fixed.throughput - 1, 3) + 0.0:+.1%}"
 
 
 def _lengths(outcome: Outcome) -> str:
@@ -263,7 +282,13 @@ def _comparison_json(workload: Workload, found: Comparison, floor: float, reques
 
     def outcome(each: Outcome) -> dict[str, Any]:
         seconds = None if cost.plain_seconds is None else each.mean * cost.plain_seconds
-        return {**each._asdict(), "gain": each.throughput / best.throughput - 1, "mean_seconds": seconds}
+        return {
+            "policy": each.policy, "lengths": each.lengths, "mean": each.mean, "p50": each.p50, "p99": each.p99,
+            "slower": each.slower, "throughput_ratio": each.throughput,
+            "gain": each.throughput / best.throughput - 1,
+            "gain_error": found.gain_error(each.policy) if each in found.others else None,
+            "drafted": each.drafted, "mean_seconds": seconds,
+        }  # fmt: skip
 
     return {
         "drafter": cost.name,

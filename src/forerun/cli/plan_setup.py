@@ -25,12 +25,17 @@ EXPLAIN = typer.Option(False, "--explain", help="Print how the numbers come abou
 
 @dataclass(frozen=True)
 class PlanSetup:
-    """Model and machine that a command is about. `options`: the shared options as they were understood, for JSON."""
+    """Model and machine that a command is about. `options`: the shared options as they were understood, for JSON
+    (docs/plan.md lists its keys)."""
 
     model: ModelShape
     deployment: Deployment
     catalog: PlanCatalog
     options: dict[str, Any]
+
+
+def _efficiency(name: str, about: str, general: str) -> Any:
+    return typer.Option(None, name, help=f"{about} [default: {general}, unless the hardware has its own]")
 
 
 _SHARED: dict[str, tuple[Any, Any]] = {
@@ -42,22 +47,26 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     "tensor": (int, typer.Option(1, "--tensor", "-t", help="Accelerators that each matrix is split over.")),
     "pipeline": (int, typer.Option(1, "--pipeline", help="Stages of layers.")),
     "expert": (int, typer.Option(1, "--expert", help="Accelerators that whole experts are dealt out to.")),
-    "weights": (str | None, typer.Option(None, "--weights", metavar="FORMAT", help="Format of the layers' weights.")),
-    "head": (str | None, typer.Option(None, "--head", metavar="FORMAT", help="Format of embedding and head.")),
+    "weights": (str | None, typer.Option(
+        None, "--weights", metavar="FORMAT", help="Format of the layers' weights. [default: as published]"
+    )),
+    "head": (str | None, typer.Option(
+        None, "--head", metavar="FORMAT", help="Format of embedding and head. [default: as published]"
+    )),
     "activations": (str | None, typer.Option(
         None, "--activations", metavar="TYPE", help="Operands: bf16, fp8, int8. [default: as the weights allow]"
     )),
     "kv": (str, typer.Option("bf16", "--kv", metavar="TYPE", help="Type of the KV cache.")),
     "ideal": (bool, typer.Option(False, "--ideal", help="Peaks reached and nothing besides: what physics allows.")),
-    "bandwidth_share": (float | None, typer.Option(None, "--bandwidth-share", help="Of the bandwidth, reached.")),
-    "compute_share": (float | None, typer.Option(None, "--compute-share", help="Of the peak rate, reached.")),
-    "link_share": (float | None, typer.Option(None, "--link-share", help="Of the link, reached.")),
-    "order": (float | None, typer.Option(
-        None, "--order", help="How bytes and FLOPs overlap: (m^order + c^order)^(1/order); inf: the larger."
+    "bandwidth_share": (float | None, _efficiency("--bandwidth-share", "Of the bandwidth, reached.", "0.8")),
+    "compute_share": (float | None, _efficiency("--compute-share", "Of the peak rate, reached.", "0.6")),
+    "link_share": (float | None, _efficiency("--link-share", "Of the link, reached.", "0.7")),
+    "order": (float | None, _efficiency(
+        "--order", "How bytes and FLOPs overlap: (m^order + c^order)^(1/order); inf: the larger.", "inf"
     )),
-    "step_us": (float | None, typer.Option(None, "--step-us", help="Microseconds of a step beside its forwards.")),
-    "launch_us": (float | None, typer.Option(None, "--launch-us", help="Microseconds of each forward.")),
-    "layer_us": (float | None, typer.Option(None, "--layer-us", help="Microseconds of each layer.")),
+    "step_us": (float | None, _efficiency("--step-us", "Microseconds of a step beside its forwards.", "300")),
+    "launch_us": (float | None, _efficiency("--launch-us", "Microseconds of each forward.", "30")),
+    "layer_us": (float | None, _efficiency("--layer-us", "Microseconds of each layer.", "5")),
     "catalog": (Path | None, typer.Option(
         None, "--catalog", metavar="FILE", help="TOML with models and hardware of yours."
     )),
@@ -143,6 +152,7 @@ def set_up(
         hardware=hardware, tensor=tensor, pipeline=pipeline, expert=expert, activations=operands, kv=kv,
         efficiency=eff if ideal or changed else None,
     )  # fmt: skip
+    where.check_split(shape)
     used = where.eff
     return PlanSetup(
         shape,

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from forerun.plan.speculate import Point
     from forerun.plan.tree import PlannedTree, RankAcceptance
 
-HELP = """The draft tree of so many nodes with the most expected tokens, by dynamic programming, for an acceptance by
-rank and depth; with --model also what it costs, and at which batches it is faster than a chain.
+HELP = """The draft tree with the most expected tokens.
+
+Of trees of so many nodes, by dynamic programming, for an acceptance by rank and depth; with --model also what it
+costs, and at which batches it is faster than a chain.
 
 --accept "0.6,0.15,0.06;0.55,0.12": ranks between commas, depths between semicolons, the last for all deeper; each is
 the probability that the child of that rank is the accepted one, given that its parent was. Or a JSON or TOML file with
@@ -26,11 +28,12 @@ the key accept: a list by rank, or one such list for each depth.
 
 --json prints command, setup (with --model), accept, limits (nodes, depth, branching), tree (nodes, levels, widths,
 expanded, expected_tokens, parents, ranks, depths, survivals, paths, masks, matrix), chain (length, expected_tokens),
-sglang (num_steps, eagle_topk, num_draft_tokens), and with --model drafter, context, fits, batches (batch,
+sglang (num_steps, eagle_topk, num_draft_tokens), and with --model drafter, context, fit_sequences, batches (batch,
 plain_seconds, and under tree, chain and best: nodes, levels, branching, tokens_per_step, draft_seconds,
 verify_seconds, speedup), searched (the largest batch of what follows), tree_ahead, branching_best and pays (first and
 last of each run of batches where the tree is faster than the chain, where the best branches, where one of the tree and
-the chain is faster than plain decoding); with --explain derivation, for the first batch."""
+the chain is faster than plain decoding); with --explain derivation (symbol, value, unit, formula, source), for the
+first batch."""
 
 _BATCHES = "1,2,4,8,16,32,64,128,256"
 _MOST_CONTEXT = 10**9
@@ -88,15 +91,19 @@ def tree(
     batches: str | None = typer.Option(
         None,
         "--batches",
+        "--batch",
         "-b",
         metavar="LIST",
         help=f"Sequences that share a step. [default: those of {_BATCHES} that fit]",
     ),
-    context: int | None = typer.Option(None, "--context", "-c", help="Cached tokens of each. [default: 1000]"),
+    context: int | None = typer.Option(
+        None, "--context", "--contexts", "-c", help="Cached tokens of each. [default: 1000]"
+    ),
     explain: bool = EXPLAIN,
     as_json: bool = JSON,
 ) -> None:
     """The command."""
+    from forerun.plan.memory import check_context
     from forerun.plan.speculate import LONGEST
     from forerun.plan.tree import MOST_NODES, best_tree
     from forerun.plan.tree_acceptance import read_acceptance
@@ -125,6 +132,7 @@ def tree(
         where = 1000 if context is None else context
         if not 0 <= where <= _MOST_CONTEXT:
             raise PlanError("context", f"{where} is not allowed; expected 0 to {_MOST_CONTEXT}")
+        check_context(setup.model, where)
         priced = _price(setup, drafts, acceptance, limits, found, compared if chain else None, batches, where)
         if explain:
             derivation = explain_speedup(
@@ -300,7 +308,7 @@ def _priced_json(priced: _Priced, found: PlannedTree) -> dict[str, Any]:
     return {
         "drafter": priced.drafter.name,
         "context": priced.context,
-        "fits": priced.fits,
+        "fit_sequences": priced.fits,
         "batches": [
             {
                 "batch": row.batch,

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from forerun.plan.derivation import Derivation
 
 _PLAIN_WIDTH = 160
+_GAP = 3
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def print_setup(setup: PlanSetup) -> None:
-    """One paragraph: what the numbers are about."""
+    """Some lines: what the numbers are about."""
     o = setup.options
     split = f"{setup.deployment.gpus} x {o['gpu']}" if setup.deployment.gpus > 1 else o["gpu"]
     if setup.deployment.gpus > 1:
@@ -28,11 +29,14 @@ def print_setup(setup: PlanSetup) -> None:
     typer.echo(
         f"{o['model']} on {split}; weights {weights}, head {o['head']}, operands {o['activations']}, KV {o['kv']}"
     )
+    typer.echo(
+        f"reached of the peaks: bandwidth {o['bandwidth_share']:.0%}, compute {o['compute_share']:.0%}, "
+        f"link {o['link_share']:.0%}"
+    )
     overlap = "the larger of both" if o["order"] is None else f"a smooth maximum of order {o['order']:g}"
     typer.echo(
-        f"reached of the peaks: bandwidth {o['bandwidth_share']:.0%}, compute {o['compute_share']:.0%}, link "
-        f"{o['link_share']:.0%}; a phase takes {overlap}; fixed: {o['step_us']:g} us a step, {o['launch_us']:g} us a "
-        f"forward, {o['layer_us']:g} us a layer"
+        f"a phase takes {overlap}; fixed: {o['step_us']:g} us a step, {o['launch_us']:g} us a forward, "
+        f"{o['layer_us']:g} us a layer"
     )
     measured = setup.deployment.hardware.measured
     if measured is not None and setup.deployment.efficiency is None:
@@ -50,28 +54,71 @@ def print_derivation(derivation: Derivation) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (0,)) -> None:
-    """A table. `words`: columns that stand to the left and may be wrapped; the others are numbers.
+    """A table. `words`: columns that stand to the left and may be wrapped between words; the others are numbers.
 
-    Where the output is no terminal, lines are as long as they need to be, up to 160 characters.
+    Where the output is no terminal, lines are as long as they need to be, up to 160 characters. What doesn't fit is
+    made narrower as far as nothing is lost (`_widths`); beyond that, lines are longer than the terminal.
     """
     from rich import box
     from rich.console import Console
-    from rich.measure import Measurement
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
-    for index, column in enumerate(columns):
-        word = index in words
-        table.add_column(column, justify="left" if word else "right", no_wrap=not word, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
+    cells = [list(row) for row in rows]
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _PLAIN_WIDTH
-    # A terminal too narrow wraps lines; rich would leave out digits instead.
-    wide = console.options.update(max_width=10 * _PLAIN_WIDTH)
-    console.width = max(console.width, Measurement.get(console, wide, table).minimum)
+    available = console.width if console.is_terminal else _PLAIN_WIDTH
+    titles, widths = _widths(columns, cells, words, available - _GAP * (len(columns) - 1))
+    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
+    for index, (title, width) in enumerate(zip(titles, widths, strict=True)):
+        word = index in words
+        table.add_column(
+            title, justify="left" if word else "right", no_wrap=not word, overflow="fold", width=width,
+            vertical="top",
+        )  # fmt: skip
+    for row in cells:
+        table.add_row(*row)
+    console.width = max(console.width, sum(widths) + _GAP * (len(columns) - 1))
     console.print(table)
+
+
+def _widths(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int], available: int
+) -> tuple[list[str], list[int]]:
+    """Headings, broken into two lines where that saves room that is needed, and the width of each column.
+
+    A column of numbers is as wide as its longest cell; one of words may shrink to its longest word, the widest first.
+    """
+    from rich.cells import cell_len
+
+    titles, least, widths = list(columns), [], []
+    for index, title in enumerate(columns):
+        texts = [title, *(row[index] for row in rows)]
+        body = max((cell_len(text) for text in texts[1:]), default=0)
+        widths.append(max(body, cell_len(title)))
+        if index in words:
+            least.append(max((cell_len(word) for text in texts for word in text.split()), default=1))
+        else:
+            titles[index] = _broken(title)
+            least.append(max(body, *(cell_len(line) for line in titles[index].split("\n"))))
+    if sum(widths) <= available:
+        return list(columns), widths
+    for index, title in enumerate(columns):
+        if index not in words and widths[index] > least[index]:
+            widths[index] = least[index]
+        elif index not in words:
+            titles[index] = title
+    while sum(widths) > available:
+        room = [width if width > narrow else 0 for width, narrow in zip(widths, least, strict=True)]
+        if not any(room):
+            break
+        widths[room.index(max(room))] -= 1
+    return titles, widths
+
+
+def _broken(title: str) -> str:
+    """A heading in two lines, at the space that makes the longer of them shortest."""
+    words = title.split()
+    halves = [(" ".join(words[:n]), " ".join(words[n:])) for n in range(1, len(words))]
+    return "\n".join(min(halves, key=lambda lines: max(map(len, lines)))) if halves else title
 
 
 def quantity(value: float, unit: str = "") -> str:

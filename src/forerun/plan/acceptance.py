@@ -57,6 +57,18 @@ def speedup(expected_tokens: float, draft_cost: float, verify_ratio: float = 1.0
     return expected_tokens / (draft_cost + verify_ratio)
 
 
+def rate_for(expected_tokens: float, length: int) -> float:
+    """The constant acceptance at which drafts of `length` give so many tokens a step: the root of (1 - a^(length+1)) /
+    (1 - a) = expected_tokens; 0 for less than 1, 1 for more than length + 1."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (
+            (low, middle) if Acceptance.of(middle).expected_tokens(length) >= expected_tokens else (middle, high)
+        )
+    return high
+
+
 def extra_operations(acceptance: Acceptance, length: int, draft_operations: float = 0.0) -> float:
     """Operations with speculation over those without, for each token (theorem 3.11 of the paper).
 

@@ -22,6 +22,7 @@ from forerun.plan.calibrate_fit import Solution, Vector, criterion, least_square
 from forerun.plan.deployment import Deployment
 from forerun.plan.hardware import Efficiency, Hardware, Measured
 from forerun.plan.network import Network
+from forerun.plan.shapes import Model, as_network
 from forerun.plan.steptime import Load, forward_time
 
 PARAMETERS = ("bandwidth", "compute", "overhead", "order")
@@ -105,7 +106,7 @@ def error_mean(points: Sequence[FitPoint]) -> float:
 
 
 def calibrate(
-    network: Network, deployment: Deployment, measurements: Sequence[Measurement], *, points: int | None = None
+    network: Model, deployment: Deployment, measurements: Sequence[Measurement], *, points: int | None = None
 ) -> Fit:
     """Fits the shares that `deployment` reaches of its peaks to measured steps of `network`.
 
@@ -114,11 +115,11 @@ def calibrate(
     Raises:
         PlanError: times that contradict each other, or the peaks.
     """
-    chosen = _chosen(measurements, points)
+    network, chosen = as_network(network), _chosen(measurements, points)
     _check_possible(network, deployment, measurements)
     hardware, eff = deployment.hardware, deployment.eff
     problem = _Problem(network, deployment, chosen, overhead=eff.step_us * 1e-6)
-    limits = {"bandwidth": hardware.bandwidth, "compute": hardware.rate(deployment.activations)}
+    limits = {"bandwidth": hardware.bandwidth, "compute": deployment.peak}
     start = {name: limits[name] * getattr(eff, name) for name in limits}
     found = _fitted(problem, start, limits, eff.order)
     fraction = {name: min(found.values[name] / limits[name], 1.0) for name in limits}
@@ -135,7 +136,7 @@ def calibrate(
 
 
 def calibrate_machine(
-    network: Network,
+    network: Model,
     machine: Machine,
     measurements: Sequence[Measurement],
     *,
@@ -157,6 +158,7 @@ def calibrate_machine(
         PlanError: the model isn't the one that was timed, the times contradict each other, or they can't tell bandwidth
             and compute apart.
     """
+    network = as_network(network)
     _check_same_model(network, machine)
     chosen = _chosen(measurements, points)
     held_eff = Efficiency(order=order, layer_us=layer_us, launch_us=0, step_us=machine.step_us)

@@ -23,6 +23,7 @@ from forerun.plan.memory import (
     window_tokens,
 )
 from forerun.plan.network import Attention, Layers, Network
+from forerun.plan.shapes import as_network
 from forerun.plan.speculate import Point, Proposal, best, price
 from forerun.plan.steptime import Load, forward_time
 
@@ -116,6 +117,7 @@ class Capacity:
     proposal: Proposal | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "network", as_network(self.network))
         self.lengths.check()
         for name in ("block", "chunk"):
             value = getattr(self, name)

@@ -82,20 +82,29 @@ class PlanCatalog:
         """A model by name, or from a Hugging Face config.json or the folder that has one.
 
         Raises:
-            PlanError: neither is there, or the file lacks a field.
+            PlanError: neither is there, or the file lacks a field. For a name as hubs have it, ORGANISATION/MODEL, it
+                names the catalog's model if there is one.
         """
         path = Path(model)
-        if model and model not in self.models and (os.path.exists(path) or "/" in model or model.endswith(".json")):
+        exists = bool(model) and os.path.exists(path)
+        if model in self.models or (not exists and _key(model, self.models) is not None):
+            return self.model(model)
+        if "/" in model and not os.path.lexists(path):
+            near = _near_hub(model, self.models)
+            if near:
+                raise PlanError("model", f"there is no file {shown(model)}; did you mean {near}, of the catalog?")
+        if exists or "/" in model or model.endswith(".json"):
             return read_config(path)
         return self.model(model)
 
     def model(self, name: str) -> ModelShape:
-        """A model of that name. Raises PlanError naming those that there are."""
+        """A model of that name, in capitals or not. Raises PlanError naming those that there are."""
         return _found("model", name, self.models)
 
     def gpu(self, name: str) -> Hardware:
-        """Hardware of that name. Raises PlanError naming those that there are, or saying what is wrong with `local`."""
-        if name == LOCAL and self.local_error is not None:
+        """Hardware of that name, in capitals or not. Raises PlanError naming those that there are, or saying what is
+        wrong with `local`."""
+        if name.casefold() == LOCAL and self.local_error is not None:
             raise self.local_error
         return _found("gpu", name, self.hardware)
 
@@ -275,12 +284,27 @@ def _packaged(file: str) -> dict[str, Any]:
 
 
 def _found(field: str, name: str, known: Mapping[str, T]) -> T:
-    found = known.get(name)
-    if found is None:
-        raise PlanError(field, f"{name!r} is not in the catalog{_near(name, known)}")
-    return found
+    key = _key(name, known)
+    if key is None:
+        raise PlanError(field, f"{shown(name)} is not in the catalog{_near(name, known)}")
+    return known[key]
+
+
+def _key(name: str, known: Iterable[str]) -> str | None:
+    """The name as the catalog has it: that very one, or the only one that is the same but for capitals."""
+    alike = [other for other in known if other.casefold() == name.casefold()]
+    if name in alike:
+        return name
+    return alike[0] if len(alike) == 1 else None
+
+
+def _near_hub(name: str, known: Iterable[str]) -> str | None:
+    """The catalog's model for ORGANISATION/MODEL: the longest name that MODEL begins with."""
+    model = name.rpartition("/")[2].casefold()
+    return max((other for other in known if model.startswith(other.casefold())), key=len, default=None)
 
 
 def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
+    lower = {other.casefold(): other for other in known}
+    near = [lower[found] for found in difflib.get_close_matches(name.casefold(), list(lower), n=1)]
     return f"; did you mean {near[0]}?" if near else f"; it has {', '.join(known)}"

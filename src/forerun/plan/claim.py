@@ -6,7 +6,6 @@ condition solved for the value that would make the claim true (docs/plan-claim.m
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,7 +60,8 @@ class Assessment:
     def summary(self) -> str:
         """The verdict with its reason, in a line."""
         if self.verdict == "physics":
-            of = f"{self.share:.0%} of what the hardware allows"
+            of = f"{self.share:.0%}" if self.share >= 0.01 else f"{100 * self.share:.2g}%"
+            of += " of what the hardware allows"
             if self.claimed <= self.usual:
                 return f"{of}, and no more than engines usually reach"
             return f"{of}, more than engines usually reach ({self.usual:.0f} tokens/s)"
@@ -77,8 +77,14 @@ class Assessment:
             return _physical(self)
         kinds: list[str] = [each.kind for each in self.conditions if each.counts]
         if not kinds:
-            kinds = list(dict.fromkeys(kind for pair in self.pairs for kind in pair.kinds)) or [*_LAST_RESORT]
+            settled = {each.kind for each in self.conditions if each.settled}
+            kinds = list(dict.fromkeys(kind for pair in self.pairs for kind in pair.kinds))
+            kinds = kinds or [kind for kind in _LAST_RESORT if kind not in settled]
         return [*(_question(kind, self) for kind in kinds), _CONTEXT]
+
+
+_LEAST, _MOST = 1e-6, 1e9
+"""Tokens/s of a claim: beyond these nothing that is solved for it means anything."""
 
 
 def assess(
@@ -97,8 +103,8 @@ def assess(
     Raises:
         PlanError: the claim is no positive number, or a kind is unknown.
     """
-    if not 0 < claimed < math.inf:
-        raise PlanError("tokens-per-s", f"{claimed} is not allowed; expected a number above 0")
+    if not _LEAST <= claimed <= _MOST:
+        raise PlanError("tokens-per-s", f"{claimed} is not allowed; expected {_LEAST:g} to {_MOST:g}")
     unknown = stated - set(KINDS)
     if unknown:
         raise PlanError("stated", f"{min(unknown)!r} is no condition; expected some of {', '.join(KINDS)}")

@@ -53,7 +53,7 @@ class Condition:
     needed: by the division alone (bytes over bandwidth), in `unit`; None: no value would do. real: the mildest real
     thing that does by the full model, or the strongest there is. reached: tokens/s with it; None: there is nothing to
     try. sufficient: whether the claim is possible with it, memory included. plausible: whether it is within what is
-    usual. stated: the claim says something else. note: what is to be said about it.
+    usual. settled: the claim says something else. note: what is to be said about it.
     """
 
     kind: Kind | Literal["active", "drafter"]
@@ -63,13 +63,13 @@ class Condition:
     reached: float | None
     sufficient: bool
     plausible: bool
-    stated: bool
+    settled: bool
     note: str = ""
 
     @property
     def counts(self) -> bool:
         """Whether it makes the claim possible."""
-        return self.sufficient and self.plausible and not self.stated
+        return self.sufficient and self.plausible and not self.settled
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,9 @@ def _pairs_of(first: Kind, second: Kind, setting: Setting, claimed: float, catal
             yield Pair((first, second), f"{one.text} and {other.text}", other.setting.rate())
 
 
+_LIMITS = MappingProxyType({"memory": "memory bandwidth", "compute": "arithmetic", "link": "the link"})
+
+
 def _condition(kind: Kind, setting: Setting, claimed: float, catalog: PlanCatalog, stated: frozenset[str]) -> Condition:
     needed, unit = _NEEDED[kind](setting, claimed)
     moves = _MOVES[kind](setting, claimed, catalog)
@@ -154,7 +157,7 @@ def _condition(kind: Kind, setting: Setting, claimed: float, catalog: PlanCatalo
         return Condition(kind, needed, unit, "-", None, False, False, kind in stated, _NOTHING[kind])
     last = max(moves, key=lambda move: move.setting.rate())
     room = last.setting.room
-    note = f"not enough; the limit is then {last.setting.forward().bound}" if room.fits else str(room)
+    note = f"not enough; the limit is then {_LIMITS[last.setting.forward().bound]}" if room.fits else room.lack
     return Condition(
         kind, needed, unit, last.text, last.setting.rate(), False, not last.doubt, kind in stated, note
     )  # fmt: skip
@@ -188,7 +191,8 @@ def _bandwidth_needed(setting: Setting, claimed: float) -> tuple[float | None, s
 
 
 def _users_needed(setting: Setting, claimed: float) -> tuple[float | None, str]:
-    return _smallest_batch(setting, lambda together: together.ceiling >= claimed), "sequences together"
+    needed = _smallest_batch(setting, lambda together: together.ceiling >= claimed)
+    return needed, "sequence" if needed == 1 else "sequences together"
 
 
 def _tokens_needed(setting: Setting, claimed: float) -> tuple[float | None, str]:
@@ -295,7 +299,8 @@ def _users(setting: Setting, claimed: float) -> list[Move]:
     batch = _smallest_batch(setting, lambda together: together.rate() >= claimed)
     if batch is None:
         return []
-    text = f"{batch} users together" if not setting.aggregate else f"a batch of {batch}"
+    users = "1 user" if batch == 1 else f"{batch} users together"
+    text = users if not setting.aggregate else f"a batch of {batch}"
     return [Move("batch", text, replace(setting, batch=batch, aggregate=True))]
 
 
@@ -363,7 +368,7 @@ def _drafter(setting: Setting, claimed: float, proposal: Proposal, stated: froze
     note = f"{point.tokens_per_step:.2f} tokens a step at acceptance {rates}"
     room = setting.room_with(proposal.drafter, point.length)
     if not room.fits:
-        note = str(room)
+        note = room.lack
     enough = rate >= claimed and room.fits
     needed = claimed / (rate / point.tokens_per_step) if rate else None
     return Condition("drafter", needed, "tokens a step", text, rate, enough, True, "acceptance" in stated, note)

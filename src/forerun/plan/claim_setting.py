@@ -43,6 +43,11 @@ class Room(NamedTuple):
         """Whether weights and KV have room."""
         return self.weights + self.kv <= self.usable
 
+    @property
+    def lack(self) -> str:
+        """In few words that it doesn't fit."""
+        return f"doesn't fit: {(self.weights + self.kv) / 1e9:.1f} of {self.usable / 1e9:.1f} GB"
+
     def __str__(self) -> str:
         return f"weights {self.weights / 1e9:.1f} GB and KV {self.kv / 1e9:.1f} GB of {self.usable / 1e9:.1f} GB"
 

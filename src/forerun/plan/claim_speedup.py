@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from forerun.errors import PlanError
-from forerun.plan.acceptance import Acceptance
+from forerun.plan.acceptance import rate_for
 from forerun.plan.catalog import PlanCatalog
 from forerun.plan.claim import Verdict
 from forerun.plan.claim_conditions import MOST_TOKENS, ways_to_fit
@@ -114,7 +114,7 @@ def assess_speedup(
         limit = setting.tokens_per_step / _verify_ratio(setting, math.ceil(setting.tokens_per_step))
     else:
         limit = max(n / _verify_ratio(setting, n) for n in range(1, int(MOST_TOKENS) + 1))
-    rate = None if needed is None else _rate(needed, _length(needed))
+    rate = None if needed is None else rate_for(needed, _length(needed))
     ways = () if room.fits else tuple(ways_to_fit(setting, catalog))
     return SpeedupAssessment(setting, claimed, needed, verified, ratio, rate, limit, point, room, ways)
 
@@ -172,12 +172,3 @@ def _needed(setting: Setting, claimed: float) -> tuple[float | None, int, float]
 def _length(tokens: float) -> int:
     """A draft length for which the rate is told: twice the drafts that must be accepted."""
     return max(1, round(2 * (tokens - 1)))
-
-
-def _rate(tokens: float, length: int) -> float:
-    """The constant acceptance at which drafts of `length` give so many tokens a step."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if Acceptance.of(middle).expected_tokens(length) >= tokens else (middle, high)
-    return high

@@ -28,16 +28,18 @@ Windows = Literal["none", "all", "from", "alternate", "pattern"]
 class Family(NamedTuple):
     """What a model type means beyond the keys of its config.json.
 
-    tied: `tie_word_embeddings` where it is missing. bias: of query, key and value projections: always, or as
-    `attention_bias` says (then the output projection has one, too). qk_norm, sandwich_norms, sinks: as in `ModelShape`.
+    tied: `tie_word_embeddings` where it is missing. bias: of query, key and value projections: always ("qkv"), unless
+    `qkv_bias` is false, or as `attention_bias` says ("key"; then the output projection has one, too). qk_norm,
+    sandwich_norms, sinks: as in `ModelShape`.
     windows: which layers `sliding_window` is for where `layer_types` is missing: all; those from `max_window_layers` on
     (and none unless `use_sliding_window`); every other one, beginning with the first; all but every
     `sliding_window_pattern`th. experts: prefix of the keys that count experts ("": none). latent: multi-head latent
-    attention. defaults: of keys that published files leave out.
+    attention. defaults: of keys that files leave out; where they lack `num_key_value_heads`, too, there are as many as
+    attention heads.
     """
 
     tied: bool = False
-    bias: Literal["key", "qkv"] = "key"
+    bias: Literal["key", "qkv", "qkv_bias"] = "key"
     qk_norm: bool = False
     sandwich_norms: bool = False
     sinks: bool = False
@@ -52,18 +54,28 @@ _GEMMA = MappingProxyType({
     "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
 })  # fmt: skip
+_MOST_LAYERS = 10_000
+_QWEN = MappingProxyType({"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28})
 _DEEPSEEK = Family(experts="n_routed_experts", latent=True)
 
 FAMILIES: Mapping[str, Family] = MappingProxyType({
     "llama": Family(),
-    "mistral": Family(windows="all"),
-    "mixtral": Family(windows="all", experts="num_local_experts"),
+    "mistral": Family(windows="all", defaults=MappingProxyType({"num_key_value_heads": 8, "sliding_window": 4096})),
+    "mixtral": Family(
+        windows="all", experts="num_local_experts", defaults=MappingProxyType({"num_key_value_heads": 8})
+    ),
     "phi3": Family(windows="all"),
-    "qwen2": Family(bias="qkv", windows="from"),
-    "qwen2_moe": Family(bias="qkv", experts="num_experts"),
-    "qwen3": Family(qk_norm=True, windows="from", defaults=MappingProxyType({"head_dim": 128})),
-    "qwen3_moe": Family(qk_norm=True, experts="num_experts"),
-    "gemma": Family(tied=True, defaults=MappingProxyType({"head_dim": 256})),
+    "qwen2": Family(bias="qkv", windows="from", defaults=_QWEN),
+    "qwen2_moe": Family(
+        bias="qkv_bias", experts="num_experts",
+        defaults=MappingProxyType({"num_key_value_heads": 16, "shared_expert_intermediate_size": 5632}),
+    ),
+    "qwen3": Family(qk_norm=True, windows="from", defaults=MappingProxyType({**_QWEN, "head_dim": 128})),
+    "qwen3_moe": Family(qk_norm=True, experts="num_experts", defaults=MappingProxyType({"num_key_value_heads": 4})),
+    "gemma": Family(
+        tied=True,
+        defaults=MappingProxyType({"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192}),
+    ),
     "gemma2": Family(
         tied=True, sandwich_norms=True, windows="alternate",
         defaults=MappingProxyType({**_GEMMA, "vocab_size": 256000, "max_position_embeddings": 8192}),
@@ -79,10 +91,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     "kimi_k2": _DEEPSEEK,
     "gpt_oss": Family(
         mlp_bias=True, sinks=True, windows="alternate", experts="num_local_experts",
-        defaults=MappingProxyType({"attention_bias": True, "head_dim": 64, "sliding_window": 128}),
+        defaults=MappingProxyType({
+            "attention_bias": True, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
+        }),
     ),
 })  # fmt: skip
 """By `model_type`."""
+
+_NULLABLE = ("num_key_value_heads", "sliding_window", "q_lora_rank", "n_routed_experts", "n_shared_experts")
+"""Keys whose null is no default: as many as attention heads, no window, no bottleneck, no experts."""
 
 _FOREIGN = ("expert", "moe", "lora_rank", "ssm", "mamba", "conv", "linear_attn", "linear_attention", "recurrent",
             "encoder", "state_size", "block_types", "parallel_attn", "alibi")  # fmt: skip
@@ -141,21 +158,34 @@ def shape_from_config(values: object, *, name: str, where: str = "config.json") 
         _check_plain(keys, kind)
         family = Family(windows="all")
         note += f", its unknown model type {shown(kind)} taken for a plain decoder"
-    return _shape(replace(keys, defaults=family.defaults), family, name, f"{where} of {name}{note}")
+    keys = replace(keys, defaults=family.defaults)
+    shape = _shape(keys, family, name, f"{where} of {name}{note}")
+    taken = ", ".join(f"{key} {value}" for key, value in keys.taken.items())
+    return replace(shape, source=f"{shape.source}, what it lacks as in Transformers: {taken}") if taken else shape
 
 
 @dataclass(frozen=True)
 class _Keys:
-    """Typed look-ups; a missing key and null are the same, and mean the default."""
+    """Typed look-ups; a missing key and null (but for `_NULLABLE`) mean the default. taken: defaults that were."""
 
     values: Mapping[str, Any]
     where: str
     joint: str = ": "
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    taken: dict[str, Any] = field(default_factory=dict)
 
     def get(self, key: str) -> Any:
         value = self.values.get(key)
-        return self.defaults.get(key) if value is None else value
+        if value is not None or (key in self.values and key in _NULLABLE):
+            return value
+        if key in self.defaults:
+            self.taken[key] = self.defaults[key]
+        return self.defaults.get(key)
+
+    def need(self, key: str, expected: str) -> None:
+        """Refuses a file without the key; null is there."""
+        if key not in self.values:
+            self.refuse(key, f"missing; expected {expected}")
 
     def refuse(self, key: str, message: str) -> NoReturn:
         raise PlanError(f"{self.where}{self.joint}{key}", message)
@@ -218,8 +248,11 @@ def _shape(keys: _Keys, family: Family, name: str, source: str) -> ModelShape:
     hidden, layers, heads = (keys.whole(key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     latent = _latent(keys) if family.latent else None
     kv_heads = keys.whole("num_key_value_heads", heads)
+    if latent is None and keys.get("num_key_value_heads") is None:
+        keys.taken["num_key_value_heads"] = kv_heads
     if heads % kv_heads:
-        keys.refuse("num_key_value_heads", f"{heads} attention heads can't share {kv_heads} evenly")
+        missing = "missing, and " if keys.values.get("num_key_value_heads") is None else ""
+        keys.refuse("num_key_value_heads", f"{missing}{heads} attention heads can't share {kv_heads} evenly")
     if latent is not None:
         head_dim = latent.nope + latent.rope
     else:
@@ -229,6 +262,8 @@ def _shape(keys: _Keys, family: Family, name: str, source: str) -> ModelShape:
     biased = keys.flag("attention_bias", False)
     if latent is not None and biased:
         keys.refuse("attention_bias", "biases of latent attention are not modelled; expected false")
+    if layers > _MOST_LAYERS:
+        keys.refuse("num_hidden_layers", f"{layers} is not allowed; expected 1 to {_MOST_LAYERS}")
     experts = _experts(keys, family, layers)
     window_layers, window = _windows(keys, family, layers)
     # Where there are experts and nothing else, this key is the width of one of them (Mixtral, gpt-oss).
@@ -242,7 +277,7 @@ def _shape(keys: _Keys, family: Family, name: str, source: str) -> ModelShape:
         vocab=keys.whole("vocab_size"),
         intermediate=keys.whole("intermediate_size") if own else 0,
         tied=keys.flag("tie_word_embeddings", family.tied),
-        qkv_bias=biased or family.bias == "qkv",
+        qkv_bias=biased or family.bias == "qkv" or (family.bias == "qkv_bias" and keys.flag("qkv_bias", True)),
         out_bias=biased,
         mlp_bias=family.mlp_bias or keys.flag("mlp_bias", False),
         qk_norm=family.qk_norm, sandwich_norms=family.sandwich_norms, sinks=family.sinks,
@@ -254,6 +289,8 @@ def _shape(keys: _Keys, family: Family, name: str, source: str) -> ModelShape:
 
 
 def _latent(keys: _Keys) -> LatentAttention:
+    # DeepSeek's own code and Transformers' take different values for some keys of its files that are missing.
+    keys.need("q_lora_rank", "a whole number, or null for no bottleneck")
     return LatentAttention(
         q_rank=keys.whole("q_lora_rank", 0),
         kv_rank=keys.whole("kv_lora_rank"),
@@ -265,6 +302,8 @@ def _latent(keys: _Keys) -> LatentAttention:
 
 def _experts(keys: _Keys, family: Family, layers: int) -> Experts | None:
     # DeepSeek's files of dense models have null here; elsewhere a mixture without experts is a damaged file.
+    if family.latent:
+        keys.need("n_routed_experts", "a whole number, or null for a dense model")
     if not family.experts or (family.latent and keys.get(family.experts) is None):
         return None
     n, active = keys.whole(family.experts), keys.whole("num_experts_per_tok")
@@ -276,14 +315,15 @@ def _experts(keys: _Keys, family: Family, layers: int) -> Experts | None:
     if family.experts == "num_experts":
         step, dense = keys.whole("decoder_sparse_step", 1), keys.items("mlp_only_layers", int) or []
         n_sparse = sum((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
-        shared = keys.whole("shared_expert_intermediate_size", 0) if family.bias == "qkv" else 0
+        shared = keys.whole("shared_expert_intermediate_size", 0) if family.bias == "qkv_bias" else 0
         n_dense = layers - n_sparse
         return Experts(
             n=n, active=active, intermediate=width, shared=shared, shared_gate=shared > 0, dense_layers=n_dense
         )
     if keys.whole("moe_layer_freq", 1) != 1:
         keys.wrong("moe_layer_freq", "1, the only one that is modelled")
-    dense_layers = keys.whole("first_k_dense_replace", 0, least=0)
+    keys.need("n_shared_experts", "a whole number, or null for none")
+    dense_layers = keys.whole("first_k_dense_replace", least=0)
     if dense_layers > layers:
         keys.refuse("first_k_dense_replace", f"{dense_layers} of {layers} layers")
     n_shared = keys.whole("n_shared_experts", 0, least=0)

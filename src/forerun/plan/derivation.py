@@ -94,6 +94,11 @@ def evaluate(formula: str, values: Mapping[str, float]) -> float:
     return float(eval(code, {"__builtins__": {}}, {**_FUNCTIONS, **values}))
 
 
+def symbols(formula: str) -> set[str]:
+    """The symbols that a formula needs; none for the empty one of an input."""
+    return set(_compiled(formula).co_names) - _FUNCTIONS.keys() if formula else set()
+
+
 @functools.cache
 def _compiled(formula: str) -> CodeType:
     tree = ast.parse(formula, mode="eval")

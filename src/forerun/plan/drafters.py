@@ -14,7 +14,7 @@ from forerun.errors import PlanError
 from forerun.plan.deployment import Deployment
 from forerun.plan.formats import WeightFormats
 from forerun.plan.network import Layers, Linear, Network
-from forerun.plan.shapes import ModelShape
+from forerun.plan.shapes import Model, ModelShape
 from forerun.plan.steptime import ForwardTime, Load, forward_time
 
 DrafterKind = Literal["ngram", "medusa", "model", "eagle", "eagle3", "mtp"]
@@ -89,7 +89,7 @@ class PricedDrafter:
         return self.host_us * 1e-6 + sum(forward.seconds * repeats for forward, repeats in forwards)
 
     def fraction(
-        self, target: Network, deployment: Deployment, batch: int, context: float, length: int, width: int = 1
+        self, target: Model, deployment: Deployment, batch: int, context: float, length: int, width: int = 1
     ) -> float:
         """Time of a draft in plain steps of `target` with the same load: length times the c of arXiv 2211.17192."""
         step = forward_time(target, deployment, Load(batch, 1, context)).seconds + deployment.eff.step_us * 1e-6

@@ -24,12 +24,17 @@ def explain_forward(forward: ForwardTime, *, prefix: str = "") -> Derivation:
 
     d.given("bandwidth", hardware.bandwidth, "B/s", hardware.sources.get("bandwidth", hardware.name))
     d.given("bandwidth_share", eff.bandwidth, "", f"{fitted}: share of the bandwidth that is reached")
-    d.given("peak", hardware.rate(where.activations), "FLOP/s", hardware.sources.get("flops", hardware.name))
+    rates = hardware.sources.get("flops", hardware.name)
+    d.given("peak", where.peak, "FLOP/s", f"with {where.activations} operands; {rates}")
+    wide = "peak"
+    if where.wide_peak != where.peak:
+        wide = "wide_peak"
+        d.given(wide, where.wide_peak, "FLOP/s", f"of attention and head, which stay in 16 bits; {rates}")
     d.given("compute_share", eff.compute, "", f"{fitted}: share of the peak that is reached")
     if not math.isinf(eff.order):
         d.given("order", eff.order, "", f"{fitted}: how bytes and FLOPs overlap")
     d.given("tensor", t, "accelerators", "setting: each matrix is split over them")
-    d.given("act_bytes", where.act_bytes, "B", f"{where.activations} activations")
+    d.given("act_bytes", where.act_bytes, "B", "a number between matrices and accelerators")
     d.given(f"{p}batch", load.batch, "sequences", "setting")
     d.given(f"{p}queries", load.queries, "tokens", "new tokens of each sequence")
     d.given(f"{p}context", load.context, "tokens", "cached tokens of each sequence")
@@ -38,10 +43,10 @@ def explain_forward(forward: ForwardTime, *, prefix: str = "") -> Derivation:
     d.derived(f"{p}tokens", f"{p}sequences * {p}queries", "tokens")
     seconds: list[str] = []
 
-    def phase(name: str, terms: list[str], flops: str) -> None:
+    def phase(name: str, terms: list[str], flops: str, peak: str = "peak") -> None:
         memory = f"({' + '.join(terms)}) / (bandwidth * bandwidth_share)"
         d.derived(f"{p}{name}_memory", memory, "s", _EQUATION.format("bytes over bandwidth"))
-        d.derived(f"{p}{name}_compute", f"{flops} / (peak * compute_share)", "s", _EQUATION.format("FLOPs over peak"))
+        d.derived(f"{p}{name}_compute", f"{flops} / ({peak} * compute_share)", "s", _EQUATION.format("FLOPs over peak"))
         pair = f"{p}{name}_memory", f"{p}{name}_compute"
         how = f"max({pair[0]}, {pair[1]})"
         if not math.isinf(eff.order):
@@ -99,7 +104,7 @@ def explain_forward(forward: ForwardTime, *, prefix: str = "") -> Derivation:
         multiplied.append(terms[1])
     if read:
         d.derived(f"{p}attention_flops", " + ".join(multiplied), "FLOP")
-        phase("attention", read, f"{p}attention_flops")
+        phase("attention", read, f"{p}attention_flops", wide)
     head = network.head
     if head is not None:
         d.given(f"{p}head_parameters", head.size, "parameters", f"{head.n_in} x {head.n_out}")
@@ -111,7 +116,7 @@ def explain_forward(forward: ForwardTime, *, prefix: str = "") -> Derivation:
         d.derived(f"{p}scored", scored, "tokens", "whose next-token scores are wanted")
         d.derived(f"{p}head_flops", f"2 * {p}head_parameters * {p}scored / tensor", "FLOP")
         written = f"{p}scored * ({head.n_out} * {LOGIT_BYTES} + {head.n_in} * act_bytes) / tensor"
-        phase("head", [f"{p}head_weight_bytes / tensor", written], f"{p}head_flops")
+        phase("head", [f"{p}head_weight_bytes / tensor", written], f"{p}head_flops", wide)
     if any(part.name == "communication" for part in forward.parts):
         _communication(d, p, forward)
         seconds.append(f"{p}communication_seconds")
@@ -121,6 +126,22 @@ def explain_forward(forward: ForwardTime, *, prefix: str = "") -> Derivation:
         d.derived(f"{p}launches_seconds", f"(launch_us + layer_us * {network.n_layers}) / 1e6", "s")
         seconds.append(f"{p}launches_seconds")
     d.derived(f"{p}forward_seconds", " + ".join(seconds), "s", _EQUATION.format("the sum of the phases"))
+    return d
+
+
+def explain_step(forward: ForwardTime, *, generating: bool = True, source: str = "") -> Derivation:
+    """How a step's time comes about: the forward, and what the engine does besides. `generating`: its tokens/s, too, of
+    each sequence and of all, which is the last line then. source: of what the engine does besides."""
+    d = explain_forward(forward)
+    d.title = f"a step of {forward.network.name}"
+    d.given("step_us", forward.deployment.eff.step_us, "us", source or "setting: of every step, beside the forward")
+    d.derived("step_seconds", "forward_seconds + step_us / 1e6", "s", _EQUATION.format("a forward and what is besides"))
+    if generating:
+        d.title += ", its time and tokens/s"
+        d.derived("tokens_per_s", "1 / step_seconds", "tokens/s", "of each sequence")
+        d.derived("throughput", "batch * tokens_per_s", "tokens/s", "of all")
+    else:
+        d.title += ", its time"
     return d
 
 
@@ -170,6 +191,7 @@ def _communication(d: Derivation, p: str, forward: ForwardTime) -> None:
     d.given("link", hardware.link, "B/s", hardware.sources.get("link", hardware.name))
     d.given("link_share", where.eff.link, "", "setting: share of the link that is reached")
     d.given("link_us", hardware.link_us, "us", hardware.sources.get("link_us", "of a collective at least"))
+    d.given("latency", where.eff.latency, "", "setting: share of that which is counted; 0: what physics allows")
     sent, calls = [], []
     if where.tensor > 1:
         sent.append(f"2 * {network.n_layers} * {p}tokens * {network.hidden} * act_bytes * 2 * (tensor - 1) / tensor")
@@ -182,4 +204,6 @@ def _communication(d: Derivation, p: str, forward: ForwardTime) -> None:
         calls.append("pipeline")
     d.derived(f"{p}sent", " + ".join(sent), "B", "two all-reduces a layer, one gather of the scores, stage to stage")
     d.derived(f"{p}collectives", " + ".join(calls), "")
-    d.derived(f"{p}communication_seconds", f"{p}sent / (link * link_share) + {p}collectives * link_us / 1e6", "s")
+    d.derived(
+        f"{p}communication_seconds", f"{p}sent / (link * link_share) + {p}collectives * link_us * latency / 1e6", "s"
+    )

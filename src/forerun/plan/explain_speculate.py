@@ -6,7 +6,7 @@ from forerun.plan.deployment import Deployment
 from forerun.plan.derivation import Derivation
 from forerun.plan.explain import explain_forward
 from forerun.plan.explain_draft import explain_draft, merged
-from forerun.plan.network import Network
+from forerun.plan.shapes import Model
 from forerun.plan.speculate import Proposal
 from forerun.plan.steptime import Load, forward_time
 
@@ -14,7 +14,7 @@ _PAGE = "docs/plan-speculate.md, {}"
 
 
 def explain_speedup(
-    target: Network,
+    target: Model,
     deployment: Deployment,
     proposal: Proposal,
     *,

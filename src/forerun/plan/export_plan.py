@@ -204,6 +204,17 @@ def is_placeholder(value: object) -> bool:
     return isinstance(value, str) and value.startswith("<path of ")
 
 
+def check_split(plan: DraftPlan, engine: str) -> None:
+    """Raises PlanError where an engine can't split the model's attention over the tensor-parallel accelerators."""
+    heads, tensor = plan.target.heads, plan.deployment.tensor
+    if heads % tensor:
+        raise PlanError(
+            "tensor",
+            f"{tensor} is not allowed; {engine} splits the {heads} attention heads of {plan.target.name} evenly; "
+            "expected a divisor of them",
+        )
+
+
 def refuse(plan: DraftPlan, engine: str, reason: str) -> PlanError:
     """The error for a drafter that an engine doesn't run."""
     return PlanError("drafter", f"{engine} doesn't run {plan.proposal.drafter.kind}: {reason}")

@@ -14,6 +14,7 @@ from forerun.plan.export_plan import (
     DraftPlan,
     Entries,
     Export,
+    check_split,
     drafter_path,
     losses,
     one_length,
@@ -79,6 +80,7 @@ def build(plan: DraftPlan, target: str | None, draft: str | None) -> Export:
             "pipeline", f"{where.pipeline} is not allowed; SGLang refuses pipeline stages with speculation; expected 1"
         )
     length = one_length(plan, "SGLang")
+    check_split(plan, "SGLang")
     made = Entries()
     made.put("--model-path", target_path(plan, target))
     if where.tensor > 1:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forerun.errors import PlanError
-from forerun.plan.export_plan import DraftPlan, Entries, Export, drafter_path, refuse, target_path
+from forerun.plan.export_plan import DraftPlan, Entries, Export, check_split, drafter_path, refuse, target_path
 from forerun.plan.export_schema import Key, Schema
 
 _SPECULATIVE = "speculative_config"
@@ -84,6 +84,7 @@ def build(plan: DraftPlan, target: str | None, draft: str | None) -> Export:
             "pipeline",
             f"{where.pipeline} is not allowed; TensorRT-LLM has no speculation with pipeline stages; expected 1",
         )
+    check_split(plan, "TensorRT-LLM")
     made = Entries()
     made.put("backend", "pytorch")
     if where.tensor > 1:

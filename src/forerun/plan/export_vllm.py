@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forerun.errors import PlanError
-from forerun.plan.export_plan import DraftPlan, Entries, Export, drafter_path, refuse, target_path
+from forerun.plan.export_plan import DraftPlan, Entries, Export, check_split, drafter_path, refuse, target_path
 from forerun.plan.export_schema import Key, Schema, check_ranges
 
 _SPECULATIVE = "--speculative-config"
@@ -65,6 +65,7 @@ def build(plan: DraftPlan, target: str | None, draft: str | None) -> Export:
     """The flags for a plan. Raises PlanError for what vLLM doesn't run."""
     where, drafter = plan.deployment, plan.proposal.drafter
     kind = drafter.kind
+    check_split(plan, "vLLM")
     made = Entries()
     made.put("model", target_path(plan, target))
     if where.tensor > 1:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from forerun.errors import PlanError
+from forerun.plan.shown import shown
 
 WEIGHT_BITS: Mapping[str, float] = MappingProxyType({
     "f32": 32, "bf16": 16, "f16": 16, "fp8": 8, "int8": 8,
@@ -65,7 +66,7 @@ def weight_bits(field: str, name: str) -> float:
     if mixture is None or not 0 < float(mixture[1]) <= 64:
         raise PlanError(
             field,
-            f"{name!r} is no known format; expected one of {', '.join(WEIGHT_BITS)}, or a mean such as 4.93bits",
+            f"{shown(name)} is no known format; expected one of {', '.join(WEIGHT_BITS)}, or a mean such as 4.93bits",
         )
     return float(mixture[1])
 
@@ -74,5 +75,5 @@ def number_bytes(field: str, name: str) -> int:
     """Bytes of a number of that type. Raises PlanError naming `field`."""
     size = NUMBER_BYTES.get(name)
     if size is None:
-        raise PlanError(field, f"{name!r} is no known type; expected one of {', '.join(NUMBER_BYTES)}")
+        raise PlanError(field, f"{shown(name)} is no known type; expected one of {', '.join(NUMBER_BYTES)}")
     return size

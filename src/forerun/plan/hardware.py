@@ -9,6 +9,9 @@ from types import MappingProxyType
 
 from forerun.errors import PlanError
 
+_LEAST_SHARE, _MOST_US = 1e-6, 1e9
+"""Beyond these nothing is a machine, and times overflow."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
@@ -17,7 +20,8 @@ class Efficiency:
     bandwidth, compute, link: shares of the peak rates, above 0 to 1. order: how bytes and FLOPs overlap: a phase that
     moves bytes for m seconds and computes for c takes (m^order + c^order)^(1/order), the larger of both at infinity
     (the roofline). step_us: microseconds of a step outside the forward (scheduling, sampling, host); launch_us: of
-    every forward, a drafter's too; layer_us: of every layer (launches, synchronisation, small kernels).
+    every forward, a drafter's too; layer_us: of every layer (launches, synchronisation, small kernels). latency: share
+    of the hardware's `link_us` that each collective takes besides its bytes.
 
     The defaults are round assumptions for an engine that captures its kernels in graphs, not measurements; fit your own
     with `forerun.plan.calibrate`.
@@ -30,21 +34,26 @@ class Efficiency:
     step_us: float = 300.0
     launch_us: float = 30.0
     layer_us: float = 5.0
+    latency: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "compute", "link"):
-            if not 0 < getattr(self, name) <= 1:
-                raise PlanError(name, f"{getattr(self, name)} is not allowed; expected a share above 0, at most 1")
+            if not _LEAST_SHARE <= getattr(self, name) <= 1:
+                raise PlanError(
+                    name, f"{getattr(self, name)} is not allowed; expected a share from {_LEAST_SHARE:g} to 1"
+                )
+        if not 0 <= self.latency <= 1:
+            raise PlanError("latency", f"{self.latency} is not allowed; expected a share from 0 to 1")
         if not self.order >= 1:
             raise PlanError("order", f"{self.order} is not allowed; expected at least 1, or inf for the larger of both")
         for name in ("step_us", "launch_us", "layer_us"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise PlanError(name, f"{getattr(self, name)} is not allowed; expected at least 0")
+            if not 0 <= getattr(self, name) <= _MOST_US:
+                raise PlanError(name, f"{getattr(self, name)} is not allowed; expected 0 to {_MOST_US:g}")
 
     @staticmethod
     def ideal() -> Efficiency:
-        """Peaks reached, nothing besides: what physics allows."""
-        return Efficiency(bandwidth=1, compute=1, link=1, step_us=0, launch_us=0, layer_us=0)
+        """Peaks reached, nothing besides, and collectives as soon as their bytes are through: what physics allows."""
+        return Efficiency(bandwidth=1, compute=1, link=1, step_us=0, launch_us=0, layer_us=0, latency=0)
 
     def overlapped(self, memory_seconds: float, compute_seconds: float) -> float:
         """Seconds of a phase that moves bytes and computes."""

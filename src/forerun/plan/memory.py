@@ -12,7 +12,8 @@ import math
 from forerun.errors import PlanError
 from forerun.plan.deployment import Deployment
 from forerun.plan.drafters import PricedDrafter
-from forerun.plan.network import Attention, Layers, Network
+from forerun.plan.network import Attention, Layers
+from forerun.plan.shapes import Model, ModelShape, as_network
 
 UTILIZATION = 0.9
 """Share of the memory that an engine takes, as vLLM's `gpu_memory_utilization` has it; the rest is for activations."""
@@ -20,13 +21,13 @@ UTILIZATION = 0.9
 BLOCK = 16
 """Tokens of a block of the cache, as vLLM and Forerun have it."""
 
-Holder = Network | PricedDrafter
+Holder = Model | PricedDrafter
 """What keeps weights and KV. A drafter may own more weights than one of its forwards reads (Medusa's heads)."""
 
 
-def weight_bytes_per_gpu(network: Network, deployment: Deployment) -> float:
+def weight_bytes_per_gpu(network: Model, deployment: Deployment) -> float:
     """Bytes of weights on each accelerator, split evenly."""
-    return network.weight_bytes / deployment.gpus
+    return as_network(network).weight_bytes / deployment.gpus
 
 
 def kv_copies(attention: Attention, deployment: Deployment) -> float:
@@ -84,15 +85,15 @@ def usable_bytes(deployment: Deployment, utilization: float = UTILIZATION) -> fl
 
 
 def pool_bytes(
-    network: Network, deployment: Deployment, drafter: Holder | None = None, *, utilization: float = UTILIZATION
+    network: Model, deployment: Deployment, drafter: Holder | None = None, *, utilization: float = UTILIZATION
 ) -> float:
     """Bytes left for KV on all accelerators together; negative if not even the weights fit."""
-    taken = network.weight_bytes + (drafter.weight_bytes if drafter else 0.0)
+    taken = _weight_bytes(network) + (_weight_bytes(drafter) if drafter else 0.0)
     return usable_bytes(deployment, utilization) - taken
 
 
 def check_fits(
-    network: Network,
+    network: Model,
     deployment: Deployment,
     *,
     batch: int = 1,
@@ -103,7 +104,7 @@ def check_fits(
     """Raises PlanError unless weights and the KV of `batch` sequences of `context` tokens fit."""
     room = usable_bytes(deployment, utilization)
     have = f"{deployment.gpus} x {deployment.hardware.name} has {_gb(room)} GB of it to use"
-    weights = network.weight_bytes + (drafter.weight_bytes if drafter else 0.0)
+    weights = _weight_bytes(network) + (_weight_bytes(drafter) if drafter else 0.0)
     if weights > room:
         raise PlanError(
             "memory",
@@ -121,9 +122,28 @@ def check_fits(
         )
 
 
+def supports_context(shape: ModelShape, context: float) -> bool:
+    """Whether the model can have that many tokens before it; True where its longest context isn't known."""
+    return not shape.max_context or context <= shape.max_context
+
+
+def check_context(shape: ModelShape, context: float, field: str = "context") -> None:
+    """Raises PlanError naming `field` if a context is longer than the model's longest, where that is known."""
+    if not supports_context(shape, context):
+        raise PlanError(
+            field,
+            f"{context:g} tokens are more than the {shape.max_context} of {shape.name}; where RoPE scaling "
+            "extends it, give a config.json with the longer max_position_embeddings, or a --catalog entry",
+        )
+
+
 def _layers(holder: Holder) -> tuple[Layers, ...]:
-    network = holder.network if isinstance(holder, PricedDrafter) else holder
+    network = holder.network if isinstance(holder, PricedDrafter) else as_network(holder)
     return network.layers if network else ()
+
+
+def _weight_bytes(holder: Holder) -> float:
+    return holder.weight_bytes if isinstance(holder, PricedDrafter) else as_network(holder).weight_bytes
 
 
 def _gb(count: float) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from forerun.errors import PlanError
+from forerun.plan.shown import shown
 from forerun.plan.speculate import Speculation, batches_up_to, first_loss
 from forerun.plan.speculate_table import Speculations, SpeculationTable
 
@@ -71,7 +72,11 @@ def check_target(path: Path) -> None:
     folder isn't there."""
     if path.suffix.lower() not in SUFFIXES:
         raise PlanError("plot", f"{path} is not allowed; expected a name that ends in {' or '.join(SUFFIXES)}")
-    if path.is_dir() or not path.parent.is_dir():
+    try:
+        there = path.parent.is_dir() and (path.is_file() or not path.exists())
+    except OSError as error:
+        raise PlanError("plot", f"{shown(str(path))} can't be written: {error.strerror}") from error
+    if not there:
         raise PlanError("plot", f"{path} can't be written; expected a file in a folder that exists")
     if importlib.util.find_spec("matplotlib") is None:
         raise PlanError("plot", "matplotlib is missing; install it with: pip install 'forerun[plot]'")
@@ -113,16 +118,18 @@ def plot_speedup(path: Path, panels: Sequence[Panel], *, title: str, notes: Sequ
     """
     check_target(path)
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     picture = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "forerun", "font.size": 9, "font.family": "DejaVu Sans"}):
         figure = _figure(panels, title, notes)
         if path.suffix.lower() == ".svg":
+            from matplotlib.backends.backend_svg import FigureCanvasSVG
+
             FigureCanvasSVG(figure)
             figure.savefig(picture, format="svg", metadata={"Date": None})
         else:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+
             FigureCanvasAgg(figure)
             figure.savefig(picture, format="png", metadata={"Software": None})
     # Beside the file and then moved, so that a full disk leaves no half of it.

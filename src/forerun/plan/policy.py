@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +18,14 @@ from forerun.errors import PlanError
 from forerun.plan.policy_control import Adaptive, ByClass, Controller, Oracle
 from forerun.plan.policy_cost import StepCost
 from forerun.plan.policy_sim import fixed_steps, simulate_all
-from forerun.plan.workload import Floats, Texts, Workload, draw
+from forerun.plan.workload import Floats, Ints, Texts, Workload, draw
 
 MOST_TOKENS = 1 << 22
 """Of all drawn requests, in memory at once."""
+
+REQUESTS = 160
+"""That are measured where nobody says how many: it takes a fraction of a second, and gains have a standard error of
+about a point."""
 
 
 class Outcome(NamedTuple):
@@ -47,12 +52,25 @@ class Outcome(NamedTuple):
         return not self.policy.startswith("oracle")
 
 
+class Requests(NamedTuple):
+    """What each request took, requests of a batch side by side.
+
+    tokens: emitted [n]. steps: with each fixed length [lengths, n]. seconds: by policy that isn't one length for all,
+    in plain steps [n].
+    """
+
+    tokens: Ints
+    steps: Ints
+    seconds: Mapping[str, Floats]
+
+
 class Comparison(NamedTuple):
     """All policies at one cost. fixed: every length for all requests. others: what isn't one length for all."""
 
     cost: StepCost
     fixed: tuple[Outcome, ...]
     others: tuple[Outcome, ...]
+    requests: Requests
 
     @property
     def best_fixed(self) -> Outcome:
@@ -69,6 +87,30 @@ class Comparison(NamedTuple):
     def gain(self, policy: str) -> float:
         """Throughput over that of the best fixed length, less 1."""
         return self.of(policy).throughput / self.best_fixed.throughput - 1
+
+    def seconds(self, outcome: Outcome) -> Floats:
+        """Of each request with the policy, in plain steps."""
+        if outcome in self.others:
+            return self.requests.seconds[outcome.policy]
+        length = self.fixed.index(outcome)
+        found: Floats = self.requests.steps[length] * self.cost.alike()[length]
+        return found
+
+    def gain_squares(self, policy: str) -> Floats:
+        """Of each batch: the square of its time with the best fixed length, less that with the policy times the ratio
+        of both over all batches."""
+        batches = [
+            self.seconds(each).reshape(-1, self.cost.batch).sum(1) for each in (self.best_fixed, self.of(policy))
+        ]
+        found: Floats = (batches[0] - batches[0].sum() / batches[1].sum() * batches[1]) ** 2
+        return found
+
+    def gain_error(self, policy: str) -> float:
+        """Standard error of `gain`, as that of a ratio of two sums over batches, which are taken as independent
+        (Cochran, Sampling Techniques). NaN for a single batch."""
+        squares, time = self.gain_squares(policy), float(self.seconds(self.of(policy)).sum())
+        n = len(squares)
+        return math.sqrt(n / (n - 1) * float(squares.sum())) / time if n > 1 else math.nan
 
     def steadiest(self, floor: float) -> Outcome:
         """Of what an engine can do with at least `floor` of the largest throughput: the one with the smallest p99.
@@ -87,7 +129,9 @@ class Comparison(NamedTuple):
         )
 
 
-def compare(workload: Workload, costs: Sequence[StepCost], *, requests: int = 256, seed: int = 0) -> list[Comparison]:
+def compare(
+    workload: Workload, costs: Sequence[StepCost], *, requests: int = REQUESTS, seed: int = 0
+) -> list[Comparison]:
     """Every policy at every cost, all on the same texts; the costs are of one batch.
 
     `requests` is rounded up to whole batches.
@@ -104,7 +148,7 @@ def compare(workload: Workload, costs: Sequence[StepCost], *, requests: int = 25
     longest = max(each.tokens for each in workload.classes)
     if requests * longest > MOST_TOKENS:
         raise PlanError("requests", f"{requests} of up to {longest} tokens are more than {MOST_TOKENS} tokens in all")
-    texts = draw(workload, requests, seed)
+    texts, steps = _drawn(workload, requests, seed)
     prior = float(workload.token_shares @ [each.acceptance for each in workload.classes])
     by_class = [class_lengths(workload, cost) for cost in costs]
     controllers: dict[str, Controller] = {
@@ -114,7 +158,6 @@ def compare(workload: Workload, costs: Sequence[StepCost], *, requests: int = 25
         "oracle per moment": Oracle(workload, texts, costs, by_moment=True),
     }
     runs = dict(zip(controllers, simulate_all(texts, costs, list(controllers.values()), seed=seed), strict=True))
-    steps = fixed_steps(texts)
     compared = []
     for index, cost in enumerate(costs):
         fixed = [
@@ -127,8 +170,17 @@ def compare(workload: Workload, costs: Sequence[StepCost], *, requests: int = 25
             )
             for policy, run in runs.items()
         ]
-        compared.append(Comparison(cost, tuple(fixed), tuple(others)))
+        by_policy = {policy: run.time[index] for policy, run in runs.items()}
+        each = Requests(texts.tokens, steps[: len(fixed)], by_policy)
+        compared.append(Comparison(cost, tuple(fixed), tuple(others), each))
     return compared
+
+
+@lru_cache(maxsize=1)
+def _drawn(workload: Workload, requests: int, seed: int) -> tuple[Texts, Ints]:
+    """Requests, and their steps with each fixed length: the same for every batch."""
+    texts = draw(workload, requests, seed)
+    return texts, fixed_steps(texts)
 
 
 def _outcome(policy: str, lengths: tuple[int, ...] | None, texts: Texts, time: Floats, drafted: Floats) -> Outcome:

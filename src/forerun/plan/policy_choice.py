@@ -38,6 +38,7 @@ class JointChoice:
         self._batch, self._goodput = costs[0].batch, goodput
         self._verify, self._draft = stacked(costs)
         expected = np.cumsum(survival, axis=1)
+        self._known: tuple[int, Ints, Floats] | None = None
         if self._batch == 1:
             seconds = self._verify[:, 1 : LONGEST + 2] + self._draft
             self._alone: Ints = np.argmax(expected / seconds[:, None], axis=2)
@@ -54,16 +55,24 @@ class JointChoice:
 
     def lengths(self, categories: npt.NDArray[np.integer]) -> Ints:
         """Draft lengths of sequences [batches, batch] by their categories."""
-        costs = len(self._draft)
-        cost = np.repeat(np.arange(costs), len(categories) // costs)[:, None]
+        cost, drafts = self._of_batches(len(categories))
         if self._batch == 1:
             alone: Ints = self._alone.take(categories + cost * self._alone.shape[1])
             return alone
         plans = len(self._caps)
         totals = np.einsum("ijk->ik", self._tables.take(categories, axis=0))
-        rows = totals[:, :plans].astype(np.int64) + self._batch
-        seconds = self._verify.take(rows + cost * self._verify.shape[1]) + self._drafts.take(cost[:, 0], axis=0)
+        seconds = self._verify.take(totals[:, :plans].astype(np.int64) + cost) + drafts
         worth = totals[:, plans:]
         plan = np.argmax(worth / seconds if self._goodput else worth - self._batch * np.log(seconds), axis=1)
         chosen: Ints = self._length.take(categories * plans + plan[:, None])
         return chosen
+
+    def _of_batches(self, count: int) -> tuple[Ints, Floats]:
+        """For so many batches: at batch 1 each one's cost, otherwise where rows of that cost begin; and its drafts."""
+        if self._known is None or self._known[0] != count:
+            costs = len(self._draft)
+            cost = np.repeat(np.arange(costs), count // costs)
+            first = cost if self._batch == 1 else cost * self._verify.shape[1] + self._batch
+            drafts = self._draft if self._batch == 1 else self._drafts.take(cost, axis=0)
+            self._known = count, first[:, None], drafts
+        return self._known[1:]

@@ -35,10 +35,12 @@ class ByClass:
 
     def __init__(self, texts: Texts, by_class: Sequence[Sequence[int]]) -> None:
         self._length = np.array(by_class, np.int64)[:, texts.kind]
+        self._first = np.arange(len(self._length))[:, None] * self._length.shape[1]
 
     def lengths(self, request: Ints, place: Ints) -> Ints:  # noqa: ARG002
-        costs = len(self._length)
-        return self._length[np.repeat(np.arange(costs), len(request) // costs)[:, None], request]
+        by_cost = request.reshape(len(self._first), -1)
+        lengths: Ints = self._length.take(by_cost + self._first).reshape(request.shape)
+        return lengths
 
     def observe(self, length: Ints, accepted: Ints) -> None:
         pass
@@ -62,7 +64,8 @@ class Oracle:
         self._by_moment = by_moment
 
     def lengths(self, request: Ints, place: Ints) -> Ints:
-        return self._choice.lengths(self._category[request, place if self._by_moment else 0])
+        width = self._category.shape[1]
+        return self._choice.lengths(self._category.take(request * width + place if self._by_moment else request))
 
     def observe(self, length: Ints, accepted: Ints) -> None:
         pass

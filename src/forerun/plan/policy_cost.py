@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from forerun.errors import PlanError
-from forerun.plan.acceptance import Acceptance
-from forerun.plan.deployment import Deployment
-from forerun.plan.drafters import PricedDrafter, ngram
-from forerun.plan.network import Network
-from forerun.plan.speculate import Proposal, price
 from forerun.plan.workload import LONGEST, Floats
+
+if TYPE_CHECKING:
+    from forerun.plan.deployment import Deployment
+    from forerun.plan.drafters import PricedDrafter
+    from forerun.plan.shapes import Model
 
 RIDGE_ROWS = 295.0
 """Rows at which a step turns from bytes to arithmetic: the ridge of an H100 SXM in 16 bits, 989 TFLOP/s over 3.35 TB/s;
@@ -44,16 +43,20 @@ class StepCost(NamedTuple):
         return cost
 
 
+_MOST = 1e6
+"""Of a draft token's cost and of the ridge: beyond it nothing is compared any more."""
+
+
 def roofline_cost(draft_cost: float, batch: int, *, ridge_rows: float = RIDGE_ROWS) -> StepCost:
     """Without a model: v = max(1, rows / ridge) over the same for a plain step, and c for each draft token.
 
     Raises:
         PlanError: cost, batch or ridge out of range.
     """
-    if not 0 <= draft_cost < math.inf:
-        raise PlanError("cost", f"{draft_cost} is not allowed; expected plain steps a draft token, at least 0")
-    if not 1 <= ridge_rows < math.inf:
-        raise PlanError("ridge-rows", f"{ridge_rows} is not allowed; expected at least 1 row")
+    if not 0 <= draft_cost <= _MOST:
+        raise PlanError("cost", f"{draft_cost} is not allowed; expected plain steps a draft token, 0 to {_MOST:g}")
+    if not 1 <= ridge_rows <= _MOST:
+        raise PlanError("ridge-rows", f"{ridge_rows} is not allowed; expected 1 to {_MOST:g} rows")
     check_batch(batch)
     rows = np.arange(batch * (LONGEST + 1) + 1)
     verify: Floats = np.maximum(1, rows / ridge_rows) / max(1, batch / ridge_rows)
@@ -61,7 +64,7 @@ def roofline_cost(draft_cost: float, batch: int, *, ridge_rows: float = RIDGE_RO
 
 
 def modelled_cost(
-    target: Network,
+    target: Model,
     deployment: Deployment,
     batch: int,
     context: float,
@@ -71,6 +74,10 @@ def modelled_cost(
 ) -> StepCost:
     """From the step model, linear between the steps in which all sequences verify equally many tokens; the drafter
     priced by its shape, or `draft_cost` plain steps for each token."""
+    from forerun.plan.acceptance import Acceptance
+    from forerun.plan.drafters import ngram
+    from forerun.plan.speculate import Proposal, price
+
     check_batch(batch)
     proposal = Proposal(drafter or ngram(), Acceptance.of(0.0))
     lengths = np.arange(min(LONGEST, proposal.drafter.longest) + 1)

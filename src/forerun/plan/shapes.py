@@ -9,6 +9,7 @@ from typing import NoReturn
 from forerun.errors import PlanError
 from forerun.plan.formats import WeightFormats
 from forerun.plan.network import Attention, Kind, Layers, Linear, Network
+from forerun.plan.shown import shown
 
 MOST = 10**9
 """Nothing in a shape is larger; a number that is comes from a slip of the keyboard."""
@@ -213,3 +214,16 @@ class ModelShape:
             self.name, self.hidden, tuple(groups), self.head, self.vocab * self.hidden, not self.tied, self.formats,
             n_other=self.hidden,
         )  # fmt: skip
+
+
+Model = ModelShape | Network
+"""What can be priced: a shape stands for the network that it makes."""
+
+
+def as_network(model: Model) -> Network:
+    """The network of a shape, or the network itself. Raises PlanError if it is neither."""
+    if isinstance(model, Network):
+        return model
+    if isinstance(model, ModelShape):
+        return model.network
+    raise PlanError("model", f"{shown(model)} is not allowed; expected a ModelShape or a Network")

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from forerun.errors import PlanError
-from forerun.plan.acceptance import Acceptance, speedup
+from forerun.plan.acceptance import Acceptance, rate_for, speedup
 from forerun.plan.deployment import Deployment
 from forerun.plan.drafters import PricedDrafter
 from forerun.plan.memory import UTILIZATION, sequence_bytes, usable_bytes
 from forerun.plan.network import Network
+from forerun.plan.shapes import Model, as_network
 from forerun.plan.steptime import Load
 from forerun.plan.steptime_fast import ForwardSeconds
 
@@ -98,7 +99,7 @@ class Overtake(NamedTuple):
 class TargetSteps:
     """A target's steps, each worked out once: what all drafters on it share."""
 
-    def __init__(self, target: Network, deployment: Deployment) -> None:
+    def __init__(self, target: Model, deployment: Deployment) -> None:
         self.deployment = deployment
         self._seconds = ForwardSeconds(target, deployment)
         self._besides = deployment.eff.step_us * 1e-6
@@ -167,12 +168,32 @@ class Speculation:
 
     def speedups(self, batch: int, context: float) -> list[float]:
         """Of every draft length, from 0 to the longest."""
+        return [
+            speedup(self.acceptance.expected_tokens(length), *cost)
+            for length, cost in enumerate(self._costs(batch, context))
+        ]
+
+    def acceptance_needed(self, batch: int, context: float, length: int | None = None) -> float | None:
+        """The constant acceptance at which `length` has a speedup of 1; without one the smallest of all lengths, below
+        which none pays. None: not even drafts that are always accepted pay."""
+        costs = self._costs(batch, context)
+        needed: float | None = None
+        for tried in range(1, self.longest + 1) if length is None else (length,):
+            total = sum(costs[tried])
+            if tried + 1 < total:
+                continue
+            # A length that doesn't pay at the rate of another one needs a larger rate.
+            if needed is None or Acceptance.of(needed).expected_tokens(tried) > total:
+                needed = rate_for(total, tried)
+        return needed
+
+    def _costs(self, batch: int, context: float) -> list[tuple[float, float]]:
+        """Draft and verifying step in plain steps, of every draft length."""
         Load(batch, 1, context).check()
         plain = self._steps.seconds(batch, 1, context)
         known: dict[tuple[int, int, int], float] = {}
         return [
-            speedup(
-                self.acceptance.expected_tokens(length),
+            (
                 self._draft_seconds(batch, context, length, known) / plain,
                 self._steps.seconds(batch, length + 1, context) / plain,
             )
@@ -247,7 +268,7 @@ class Speculation:
 
 
 def price(
-    target: Network,
+    target: Model,
     deployment: Deployment,
     proposal: Proposal,
     *,
@@ -266,7 +287,7 @@ def price(
 
 
 def best(
-    target: Network,
+    target: Model,
     deployment: Deployment,
     proposal: Proposal,
     *,
@@ -281,7 +302,7 @@ def best(
 
 
 def break_even(
-    target: Network,
+    target: Model,
     deployment: Deployment,
     proposal: Proposal,
     *,
@@ -308,7 +329,7 @@ def first_loss(runs: Sequence[tuple[int, int]], most: int) -> int | None:
 
 
 def schedule(
-    target: Network,
+    target: Model,
     deployment: Deployment,
     proposal: Proposal,
     *,
@@ -353,7 +374,7 @@ def overtakes(
 
 
 def most_that_fit(
-    target: Network,
+    target: Model,
     deployment: Deployment,
     drafter: PricedDrafter,
     tokens: float,
@@ -367,7 +388,7 @@ def most_that_fit(
     """
     where = draft_deployment or deployment
     held = deployment.gpus / where.gpus
-    pool = usable_bytes(deployment, utilization) - target.weight_bytes - held * drafter.weight_bytes
+    pool = usable_bytes(deployment, utilization) - as_network(target).weight_bytes - held * drafter.weight_bytes
     each = sequence_bytes(target, deployment, tokens) + held * sequence_bytes(drafter, where, tokens)
     if pool < 0:
         return 0

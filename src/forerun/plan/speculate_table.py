@@ -10,7 +10,7 @@ from typing import NamedTuple
 from forerun.errors import PlanError
 from forerun.plan.deployment import Deployment
 from forerun.plan.memory import UTILIZATION
-from forerun.plan.network import Network
+from forerun.plan.shapes import Model, as_network
 from forerun.plan.speculate import (
     LONGEST,
     MOST,
@@ -31,12 +31,14 @@ class Prices(NamedTuple):
     """One drafter at one batch and context.
 
     point: its best draft length, or the one that was asked for. best: its best. low_load: the length that is best at
-    batch 1, kept here.
+    batch 1, kept here. acceptance_needed: the constant acceptance at which the best length breaks even, or the one that
+    was asked for; None: no acceptance does.
     """
 
     point: Point
     best: Point
     low_load: Point
+    acceptance_needed: float | None
 
     @property
     def loss(self) -> float:
@@ -100,7 +102,7 @@ class SpeculationTable:
     summaries: tuple[Summary, ...]
     overtakes: tuple[Lead, ...]
 
-    def beyond_measured(self, target: Network, deployment: Deployment) -> list[str]:
+    def beyond_measured(self, target: Model, deployment: Deployment) -> list[str]:
         """What of the verifying steps lies outside of what a measured efficiency was fitted to, one phrase each."""
         points = [row.prices.point for row in self.rows if row.prices is not None]
         if not points:
@@ -129,7 +131,7 @@ class Speculations:
 
     def __init__(
         self,
-        target: Network,
+        target: Model,
         deployment: Deployment,
         proposals: Sequence[Proposal],
         *,
@@ -140,7 +142,7 @@ class Speculations:
     ) -> None:
         if length is not None and length < 1:
             raise PlanError("length", f"{length} is not allowed; expected at least 1")
-        self.target, self.deployment, self.length = target, deployment, length
+        self.target, self.deployment, self.length = as_network(target), deployment, length
         self._draft_deployment, self._utilization = draft_deployment, utilization
         steps = TargetSteps(target, deployment)
         self._of = {
@@ -164,12 +166,13 @@ class Speculations:
 
     def prices(self, drafter: str, batch: int, context: float) -> Prices:
         """At one batch and context."""
-        speculation = self._of[drafter]
+        speculation, fixed = self._of[drafter], self.fixed(drafter)
         kept = speculation.best(1, context).length
         return Prices(
-            speculation.at(batch, context, self.fixed(drafter)),
+            speculation.at(batch, context, fixed),
             speculation.best(batch, context),
             speculation.price(batch, context, kept),
+            speculation.acceptance_needed(batch, context, fixed),
         )
 
     def most(self, drafter: str, context: float) -> int:

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from forerun.errors import PlanError
 from forerun.plan.deployment import Deployment
 from forerun.plan.network import Network
+from forerun.plan.shapes import Model, as_network
 
 Bound = Literal["memory", "compute", "link", "overhead"]
 
@@ -155,8 +156,8 @@ def busiest(n: int, active: int, tokens: float, shares: int) -> float:
     return min(mean / shares + math.sqrt(2 * math.log(shares) * n / shares * p * (1 - p)), n / shares)
 
 
-def forward_time(network: Network, deployment: Deployment, load: Load) -> ForwardTime:
-    """What a forward of `load` through `network` takes on `deployment`.
+def forward_time(model: Model, deployment: Deployment, load: Load) -> ForwardTime:
+    """What a forward of `load` through a model takes on `deployment`.
 
     With pipeline stages the batch passes in as many equal parts as there are stages (or sequences, if fewer): everybody
     gets the next token after one part has passed all stages, so that time is the step's, and bytes and FLOPs are
@@ -166,15 +167,16 @@ def forward_time(network: Network, deployment: Deployment, load: Load) -> Forwar
         PlanError: the load is out of range.
     """
     load.check()
+    network = as_network(model)
     sequences = load.batch / min(deployment.pipeline, load.batch)
     tokens = sequences * load.queries
     dense, eff, t = network.dense, deployment.eff, deployment.tensor
     act, width = deployment.act_bytes, network.hidden
     parts: list[Part] = []
 
-    def phase(name: str, weights: float, kv: float, activations: float, flops: float) -> None:
+    def phase(name: str, weights: float, kv: float, activations: float, flops: float, *, wide: bool = False) -> None:
         memory = (weights + kv + activations) / (deployment.hardware.bandwidth * eff.bandwidth)
-        compute = flops / (deployment.hardware.rate(deployment.activations) * eff.compute)
+        compute = flops / ((deployment.wide_peak if wide else deployment.peak) * eff.compute)
         seconds = eff.overlapped(memory, compute)
         bound: Bound = "memory" if memory >= compute else "compute"
         parts.append(Part(name, weights, kv, activations, flops, 0.0, memory, compute, seconds, bound))
@@ -202,24 +204,23 @@ def forward_time(network: Network, deployment: Deployment, load: Load) -> Forwar
             pairs = attention.pairs(load.queries, load.context)
             flops += 2 * group.repeats * attention.pair_width * pairs * sequences / t
     if flops:
-        phase("attention", 0.0, kv, 0.0, flops)
+        phase("attention", 0.0, kv, 0.0, flops, wide=True)
     scored = sequences * (load.queries if load.scored is None else load.scored)
     if network.head is not None:
         head = network.head
         written = scored * (head.n_out * LOGIT_BYTES + head.n_in * act)
-        phase(
-            "head", head.size * network.formats.bytes_of("head") / t, 0.0, written / t, 2 * head.size * scored / t
-        )  # fmt: skip
+        weights = head.size * network.formats.bytes_of("head") / t
+        phase("head", weights, 0.0, written / t, 2 * head.size * scored / t, wide=True)
     sent = seconds = 0.0
     link = deployment.hardware.link * eff.link
     if t > 1:
         reduced = 2 * network.n_layers * tokens * width * act * 2 * (t - 1) / t
         gathered = scored * network.head.n_out * act * (t - 1) / t if network.head else 0.0
         sent += reduced + gathered
-        seconds += (2 * network.n_layers + (network.head is not None)) * deployment.hardware.link_us * 1e-6
+        seconds += (2 * network.n_layers + (network.head is not None)) * deployment.collective_seconds
     if deployment.pipeline > 1:
         sent += deployment.pipeline * tokens * width * act
-        seconds += deployment.pipeline * deployment.hardware.link_us * 1e-6
+        seconds += deployment.pipeline * deployment.collective_seconds
     if sent:
         seconds += sent / link
         parts.append(Part("communication", 0.0, 0.0, 0.0, 0.0, sent, 0.0, 0.0, seconds, "link"))

@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 
 from forerun.plan.deployment import Deployment
-from forerun.plan.network import Network
+from forerun.plan.shapes import Model, as_network
 from forerun.plan.steptime import LOGIT_BYTES, busiest
 
 
 class ForwardSeconds:
-    """Seconds of a forward of `network` on `deployment`, for any load: `seconds(batch, queries, context)`.
+    """Seconds of a forward of a model on `deployment`, for any load: `seconds(batch, queries, context)`.
 
     Everything that a load doesn't change is worked out once; what is left is computed in `forward_time`'s order, so
     that the numbers are the same to the last bit (tests/plan/test_steptime_fast.py). Loads aren't checked.
     """
 
-    def __init__(self, network: Network, deployment: Deployment) -> None:
+    def __init__(self, model: Model, deployment: Deployment) -> None:
+        network = as_network(model)
         eff, t, head = deployment.eff, deployment.tensor, network.head
         dense, n_layers = network.dense, network.n_layers
         self._bandwidth = deployment.hardware.bandwidth * eff.bandwidth
-        self._peak = deployment.hardware.rate(deployment.activations) * eff.compute
+        self._peak, self._wide = deployment.peak * eff.compute, deployment.wide_peak * eff.compute
         self._overlapped = max if math.isinf(eff.order) else eff.overlapped
         self._tensor, self._pipeline, self._expert = t, deployment.pipeline, deployment.expert
         self._act, self._kv = deployment.act_bytes, deployment.kv_bytes
@@ -45,8 +46,8 @@ class ForwardSeconds:
             else None
         )  # fmt: skip
         self._link = deployment.hardware.link * eff.link
-        calls = (2 * n_layers + (head is not None)) * deployment.hardware.link_us * 1e-6 if t > 1 else 0.0
-        stages = self._pipeline * deployment.hardware.link_us * 1e-6 if self._pipeline > 1 else 0.0
+        calls = (2 * n_layers + (head is not None)) * deployment.collective_seconds if t > 1 else 0.0
+        stages = self._pipeline * deployment.collective_seconds if self._pipeline > 1 else 0.0
         self._collectives = calls + stages
         self._fixed = (eff.launch_us + eff.layer_us * n_layers) * 1e-6
 
@@ -67,11 +68,11 @@ class ForwardSeconds:
                 kept = attention.keys(context) + queries
                 kv += width * kept * sequences * self._kv * share
                 products += pair * attention.pairs(queries, context) * sequences / t
-            phases.append(overlapped(kv / bandwidth, products / peak))
+            phases.append(overlapped(kv / bandwidth, products / self._wide))
         scores = sequences * (queries if scored is None else scored)
         if self._head is not None:
             weights, written, flops = self._head
-            phases.append(overlapped((weights + scores * written / t) / bandwidth, flops * scores / t / peak))
+            phases.append(overlapped((weights + scores * written / t) / bandwidth, flops * scores / t / self._wide))
         if t > 1 or self._pipeline > 1:
             phases.append(self._communication(tokens, scores))
         phases.append(self._fixed)

@@ -9,7 +9,7 @@ from forerun.plan.deployment import Deployment
 from forerun.plan.derivation import Derivation
 from forerun.plan.drafters import PricedDrafter
 from forerun.plan.explain import explain_forward
-from forerun.plan.network import Network
+from forerun.plan.shapes import Model
 from forerun.plan.steptime import ForwardTime, Load, forward_time
 from forerun.plan.tree import PlannedTree, RankAcceptance
 from forerun.plan.tree_price import tree_forwards
@@ -34,7 +34,7 @@ def explain_tokens(tree: PlannedTree, acceptance: RankAcceptance) -> Derivation:
 
 
 def explain_speedup(
-    target: Network,
+    target: Model,
     deployment: Deployment,
     drafter: PricedDrafter,
     tree: PlannedTree,

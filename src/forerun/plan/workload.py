@@ -56,7 +56,7 @@ class WorkloadClass:
         if not self.name.strip():
             raise PlanError("class", "expected a name before the colon")
         for name, right, expected in (
-            ("share", 0 < self.share < math.inf, "a number above 0"),
+            ("share", 1e-6 <= self.share <= 1e6, "a number from 1e-6 to 1e6"),
             ("acceptance", 0 <= self.acceptance <= 1, "a probability from 0 to 1"),
             ("spread", 0.1 <= self.spread <= 1000 or self.spread == math.inf, "0.1 to 1000, or inf for requests alike"),
             ("swing", 0 <= self.swing <= 1, "0 to 1"),
