@@ -146,8 +146,8 @@ def test_json_has_the_counts(capsys: pytest.CaptureFixture[str], model: str, kno
     counts = found["speculation"]
     assert list(counts) == [
         "draft", "draft_len", "steps", "decisions", "drafted", "proposed", "computed", "accepted", "cut", "emitted",
-        "proposed_by_position", "accepted_by_position", "by_drafter", "draft_seconds", "forward_seconds",
-        "verify_seconds", "schedule_seconds", "mask_seconds", "acceptance", "tokens_per_decision",
+        "proposed_by_position", "accepted_by_position", "drafted_by_length", "by_drafter", "draft_seconds",
+        "forward_seconds", "verify_seconds", "schedule_seconds", "mask_seconds", "acceptance", "tokens_per_decision",
     ]  # fmt: skip
     assert (counts["draft"], counts["draft_len"]) == ("wrong", "3")
     assert counts["emitted"] == TOKENS == counts["accepted"] + counts["decisions"] - counts["cut"]

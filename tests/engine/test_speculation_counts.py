@@ -68,6 +68,7 @@ def test_full_acceptance(letters: Path) -> None:
     assert without_seconds(stats) == {
         "steps": 3, "decisions": 3, "drafted": 2, "proposed": 10, "computed": 1 + 2 * 6, "accepted": 10, "cut": 0,
         "emitted": 13, "proposed_by_position": (2,) * 5, "accepted_by_position": (2,) * 5,
+        "drafted_by_length": (0, 0, 0, 0, 2),
         "by_drafter": {"scripted": DrafterCounts(2, 10, 10)},
     }  # fmt: skip
     assert (stats.acceptance, stats.tokens_per_decision) == (1.0, 13 / 3)
@@ -80,6 +81,7 @@ def test_rejection(letters: Path) -> None:
     assert without_seconds(stats) == {
         "steps": 5, "decisions": 5, "drafted": 4, "proposed": 17, "computed": 1 + 4 + 17, "accepted": 8, "cut": 0,
         "emitted": 13, "proposed_by_position": (4, 4, 3, 3, 3), "accepted_by_position": (4, 4, 0, 0, 0),
+        "drafted_by_length": (0, 1, 0, 0, 3),
         "by_drafter": {"scripted": DrafterCounts(4, 17, 8)},
     }  # fmt: skip
 
@@ -319,7 +321,7 @@ def check_totals(total: EngineStats, outputs: Sequence[RequestOutput]) -> None:
     each = [output.stats.speculation for output in outputs]
     for name in ("steps", "decisions", "drafted", "proposed", "computed", "accepted", "cut", "emitted"):
         assert getattr(total.speculation, name) == sum(getattr(stats, name) for stats in each)
-    for name in ("proposed_by_position", "accepted_by_position"):
+    for name in ("proposed_by_position", "accepted_by_position", "drafted_by_length"):
         summed: Counter[int] = Counter()
         for stats in each:
             summed.update(dict(enumerate(getattr(stats, name))))

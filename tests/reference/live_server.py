@@ -21,11 +21,11 @@ class LiveServer:
         engine: what is served.
     """
 
-    def __init__(self, engine: Engine, options: ServeOptions | None = None) -> None:
+    def __init__(self, engine: Engine, options: ServeOptions | None = None, *, port: int = 0) -> None:
         self.engine = engine
         self.options = options or ServeOptions(names=("tiny",))
         self.app = application(engine, self.options)
-        self._socket = bound("127.0.0.1", 0)
+        self._socket = bound("127.0.0.1", port)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         config = uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=5)

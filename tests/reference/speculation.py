@@ -119,6 +119,8 @@ def check_sums(stats: SpeculationStats) -> None:
     assert stats.accepted == sum(stats.accepted_by_position) == sum(c.accepted for c in stats.by_drafter.values())
     assert stats.proposed == sum(stats.proposed_by_position) == sum(c.proposed for c in stats.by_drafter.values())
     assert stats.drafted == sum(c.drafts for c in stats.by_drafter.values()) <= stats.decisions <= stats.steps
+    assert stats.drafted == sum(stats.drafted_by_length)
+    assert stats.proposed == sum(n * count for n, count in enumerate(stats.drafted_by_length, 1))
     assert 0 <= stats.cut <= stats.accepted + stats.decisions
     assert list(stats.accepted_by_position) == sorted(stats.accepted_by_position, reverse=True)
     assert len(stats.accepted_by_position) == len(stats.proposed_by_position)

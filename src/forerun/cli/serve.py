@@ -11,8 +11,8 @@ from forerun.errors import ConfigurationError
 
 _HELP = """Serve a model to OpenAI's clients.
 
-Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /v1/tokenize, /v1/detokenize, /health, /ready. SIGINT or
-SIGTERM stops: requests that run then have --grace seconds to end.
+Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /v1/tokenize, /v1/detokenize, /health, /ready, /metrics,
+and a status page at /. SIGINT or SIGTERM stops: requests that run then have --grace seconds to end.
 
 API keys come from FORERUN_API_KEYS, separated by commas, so that they stand in no process list."""
 

@@ -96,6 +96,7 @@ class SpeculationStats:
         emitted: tokens that these rows added to the output (a fork's begins with its parent's, which aren't counted).
         proposed_by_position: [d] counts draft tokens at depth d (0: right after the committed text).
         accepted_by_position: [d] counts rows that accepted at least d + 1 draft tokens.
+        drafted_by_length: [n - 1] counts rows whose draft had n tokens, all nodes of trees; their sum is `drafted`.
         by_drafter: counts by the drafter's name.
         draft_seconds: wall-clock time of proposing and of choosing lengths, in steps with such a row. For a request:
             the whole step's time, shared with whoever ran in it; likewise below.
@@ -116,6 +117,7 @@ class SpeculationStats:
     emitted: int = 0
     proposed_by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
+    drafted_by_length: tuple[int, ...] = ()
     by_drafter: Mapping[str, DrafterCounts] = field(default_factory=dict)
     draft_seconds: float = 0.0
     forward_seconds: float = 0.0

@@ -52,6 +52,11 @@ class RequestQueues:
         """Requests in the queue, next one first."""
         return iter(self._waiting)
 
+    @property
+    def n_waiting(self) -> int:
+        """Requests in the queue; from any thread."""
+        return len(self._waiting)
+
     def get(self, request_id: str) -> Request | None:
         """The live request of that id, or None."""
         return self._live.get(request_id)

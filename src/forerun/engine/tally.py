@@ -22,9 +22,9 @@ class Tally:
     """Running counts, as `SpeculationStats` defines them, of one request or of an engine."""
 
     __slots__ = (
-        "_accepted_at", "_by_drafter", "_proposed_at", "accepted", "computed", "cut", "decisions", "draft_seconds",
-        "drafted", "emitted", "forward_seconds", "mask_seconds", "proposed", "schedule_seconds", "steps",
-        "verify_seconds",
+        "_accepted_at", "_by_drafter", "_by_length", "_proposed_at", "accepted", "computed", "cut", "decisions",
+        "draft_seconds", "drafted", "emitted", "forward_seconds", "mask_seconds", "proposed", "schedule_seconds",
+        "steps", "verify_seconds",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -35,6 +35,7 @@ class Tally:
         self._proposed_at: list[int] = []
         self._accepted_at: list[int] = []
         self._by_drafter: dict[str, list[int]] = {}
+        self._by_length: list[int] = []
 
     def row(self, known: int) -> None:
         """A row with so many known query tokens was computed."""
@@ -58,6 +59,10 @@ class Tally:
             proposed_at[depth] += 1
         for depth in range(accepted):
             accepted_at[depth] += 1
+        by_length = self._by_length
+        if n > len(by_length):
+            by_length += [0] * (n - len(by_length))
+        by_length[n - 1] += 1
         counts = self._by_drafter.setdefault(tree.drafter, [0, 0, 0])
         counts[0] += 1
         counts[1] += n
@@ -90,6 +95,7 @@ class Tally:
             emitted=self.emitted,
             proposed_by_position=tuple(self._proposed_at),
             accepted_by_position=tuple(self._accepted_at),
+            drafted_by_length=tuple(self._by_length),
             by_drafter={name: DrafterCounts(*counts) for name, counts in self._by_drafter.items()},
             draft_seconds=self.draft_seconds,
             forward_seconds=self.forward_seconds,

@@ -205,10 +205,16 @@ class StreamDecoder:
         return rest
 
 
+_LONG: Final = 2048
+"""Characters beyond which a text is encoded as a batch, which lets other threads run meanwhile."""
+
+
 def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
     if not isinstance(text, str):
         raise InvalidRequestError(f"expected a text to encode, got {type(text).__name__}.")
     try:
+        if len(text) > _LONG:
+            return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         return list(backend.encode(text, add_special_tokens=False).ids)
     except TypeError as error:
         raise InvalidRequestError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -12,7 +13,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,10 +29,41 @@ from forerun.serve.protocol import (
     TokenizeRequest,
 )
 from forerun.serve.service import Answer, Service
+from forerun.serve.status import PAGE_FILES, PAGE_HEADERS, page, status
 
 LOG: Final = logging.getLogger("forerun.serve")
 
 _STREAM: Final = "text/event-stream"
+
+_ERROR: Final = {
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "error": {
+                        "type": "object",
+                        "properties": {
+                            "message": {"type": "string"},
+                            "type": {"type": "string"},
+                            "param": {"type": ["string", "null"]},
+                            "code": {"type": ["string", "null"]},
+                        },
+                        "required": ["message", "type", "param", "code"],
+                    }
+                },
+                "required": ["error"],
+            }
+        }
+    }
+}
+_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
+    "4XX": {"description": "The request can't be answered as it is.", **_ERROR},
+    "5XX": {"description": "The server can't answer now, or failed.", **_ERROR},
+}
+_WHOLE_OR_STREAM: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"description": "The answer, or its events with stream: true.", "content": {_STREAM: {}}}
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +83,7 @@ class Settings:
 def create_app(service: Service, metrics: Metrics, settings: Settings | None = None) -> FastAPI:
     """The application around a service whose driver runs and tells `metrics`."""
     settings = settings or Settings()
-    app = FastAPI(title="Forerun", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Forerun", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
     app.add_middleware(Gate, settings=settings)
 
     async def refused(_: Request, error: Exception) -> Response:
@@ -78,7 +110,7 @@ def create_app(service: Service, metrics: Metrics, settings: Settings | None = N
     @app.get("/health")
     async def health() -> Response:
         """Whether the engine's thread runs."""
-        if not service.driver.alive:
+        if not service.driver.alive or service.driver.failure is not None:
             raise ApiError(503, "the engine has stopped", kind="server_error")
         return JSONResponse({"status": "ok"})
 
@@ -89,10 +121,21 @@ def create_app(service: Service, metrics: Metrics, settings: Settings | None = N
             raise ApiError(503, "shutting down", kind="server_error", code="shutting_down")
         return JSONResponse({"status": "ready"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metric() -> Response:
         """Counts and times for Prometheus."""
-        return Response(metrics.text(), media_type=CONTENT_TYPE)
+        return Response(await asyncio.to_thread(metrics.text), media_type=CONTENT_TYPE)
+
+    @app.get("/status.json")
+    async def status_json(since: int = 0) -> Response:
+        """What the status page shows: now, and each second after `since` (seconds since 1970) that had a step."""
+        driver = service.driver
+        metrics.refresh()
+        body = status(driver.engine, metrics.history, service.name, accepting=driver.accepting, since=since)
+        return JSONResponse(body, headers={"Cache-Control": "no-store"})
+
+    for path in PAGE_FILES:
+        app.add_api_route(path, _page(path), include_in_schema=False)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -105,12 +148,12 @@ def create_app(service: Service, metrics: Metrics, settings: Settings | None = N
         service.check_model(name)
         return JSONResponse(_model(service))
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=_WHOLE_OR_STREAM)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts."""
         return await _answer(request, await service.complete(body), bool(body.stream))
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=_WHOLE_OR_STREAM)
     async def chat(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation."""
         return await _answer(request, await service.chat(body), bool(body.stream))
@@ -126,6 +169,15 @@ def create_app(service: Service, metrics: Metrics, settings: Settings | None = N
         return JSONResponse(await asyncio.to_thread(_detokenized, service, body))
 
     return app
+
+
+def _page(path: str) -> Callable[[], Awaitable[Response]]:
+    text, kind = page(path)
+
+    async def given() -> Response:
+        return Response(text, media_type=kind, headers=PAGE_HEADERS)
+
+    return given
 
 
 async def _answer(request: Request, answer: Answer, stream: bool) -> Response:
@@ -164,8 +216,9 @@ async def _unless_gone(
         return None
     finally:
         for task in (working, leaving):
-            if not task.done():
-                task.cancel()
+            task.cancel()
+        # A generator that is still running can't be closed.
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _gone(request: Request) -> None:
@@ -214,6 +267,8 @@ def _detokenized(service: Service, body: DetokenizeRequest) -> dict[str, Any]:
 
 def _error_response(error: ApiError) -> Response:
     headers = {} if error.retry_after is None else {"Retry-After": str(max(1, round(error.retry_after)))}
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error.body, status_code=error.status, headers=headers)
 
 
@@ -225,6 +280,26 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, "the body isn't JSON")
     return ApiError(400, f"{place or 'body'}: {first['msg']}", param=place or None)
+
+
+_MAX_ITEMS: Final = 150_000
+_STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+
+
+def _check_items(body: bytes) -> None:
+    """Raises ApiError for a body of so many lists, objects and entries that reading it would hold everyone else up."""
+    if _n_items(body) <= _MAX_ITEMS:
+        return
+    # Those within texts don't count; but so many texts are as bad.
+    if body.count(b'"') > 2 * _MAX_ITEMS or _n_items(_STRING.sub(b"", body)) > _MAX_ITEMS:
+        raise ApiError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the body has more than {_MAX_ITEMS} lists, objects and entries of such", code="too_large",
+        )  # fmt: skip
+
+
+def _n_items(body: bytes) -> int:
+    return sum(map(body.count, (b",", b"[", b"{")))
 
 
 class Gate:
@@ -248,6 +323,7 @@ class Gate:
                 # Not guessed: a browser's page may send other types to a loopback address without asking first.
                 raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send Content-Type: application/json")
             body = await self._body(headers, receive) if scope["method"] in ("POST", "PUT", "PATCH") else b""
+            _check_items(body)
         except ApiError as error:
             await _error_response(error)(scope, receive, send)
             return
@@ -269,9 +345,9 @@ class Gate:
         keys = self._settings.api_keys
         if not keys or not path.startswith("/v1/"):
             return
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         # In constant time each, and all of them: the time tells nothing about the keys.
-        if sum(hmac.compare_digest(given, key.encode()) for key in keys) == 0:
+        if sum(hmac.compare_digest(given.strip(), key.encode()) for key in keys) == 0 or scheme.lower() != b"bearer":
             raise ApiError(401, "a valid API key is needed", kind="authentication_error", code="invalid_api_key")
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:

@@ -49,6 +49,11 @@ def completion_params(request: CompletionRequest) -> Asked:
 
 def chat_params(request: ChatCompletionRequest, tool_format: str) -> Asked:
     """Parameters of a chat completion. Raises ApiError or InvalidRequestError."""
+    if not request.add_generation_prompt:
+        raise ApiError(
+            400, "add_generation_prompt: false isn't supported; render the prompt yourself and use /v1/completions",
+            param="add_generation_prompt",
+        )  # fmt: skip
     limits = (request.max_completion_tokens, request.max_tokens)
     if None not in limits and limits[0] != limits[1]:
         raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
@@ -72,6 +77,8 @@ def chat_params(request: ChatCompletionRequest, tool_format: str) -> Asked:
 def _params(
     request: Sampling, max_tokens: int | None, logprobs: int | None, constraint: Constraint | None
 ) -> SamplingParams:
+    if request.stream_options is not None and request.stream_options.continuous_usage_stats:
+        raise ApiError(400, "continuous_usage_stats isn't supported; use include_usage", param="stream_options")
     values: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(request, name)) is not None}
     # OpenAI's default; the engine's own is greedy.
     values.setdefault("temperature", 1.0)
@@ -94,9 +101,11 @@ def _params(
         raise ApiError(400, str(error), param=field if field in type(request).model_fields else None) from error
 
 
-def _bias(bias: dict[str, float]) -> dict[int, float]:
+def _bias(bias: dict[str, Any]) -> dict[int, float]:
     found: dict[int, float] = {}
     for key, value in bias.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ApiError(400, f"logit_bias: the bias of {key[:40]!r} is no number", param="logit_bias")
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
             raise ApiError(400, f"logit_bias: {key[:40]!r} is no token id", param="logit_bias")
         found[int(key)] = value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from forerun.errors import CapacityError, ForerunError, InvalidConstraintError, InvalidRequestError
-from forerun.serve.driver import ClosingError, OverloadedError, RequestTimeoutError
+from forerun.serve.driver import ClosingError, EngineFailedError, OverloadedError, RequestTimeoutError
 
 
 class ApiError(Exception):
@@ -48,6 +48,8 @@ def api_error(error: Exception) -> ApiError:
         )  # fmt: skip
     if isinstance(error, ClosingError):
         return ApiError(503, str(error), kind="server_error", code="shutting_down", retry_after=5.0)
+    if isinstance(error, EngineFailedError):
+        return ApiError(500, str(error), kind="server_error", code="engine_failed")
     if isinstance(error, RequestTimeoutError):
         return ApiError(408, str(error), kind="server_error", code="timeout")
     if isinstance(error, CapacityError):

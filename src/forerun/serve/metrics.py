@@ -1,209 +1,390 @@
 """Counts and times for Prometheus. Names are vLLM's where the meaning is the same, so that dashboards made for it work.
 
-Everything is counted in the driver's thread: requests as they end, steps as they pass. Help texts say over what a ratio
-is.
+Counts are the engine's own, as they stood after a step; requests are counted as they end. Help texts say over what a
+ratio is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Final, NamedTuple, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from forerun.engine.engine import Engine
-from forerun.engine.output import SpeculationStats
-from forerun.serve.driver import Record
+from forerun.serve.driver import Outcome, Record
+from forerun.serve.status import History, Moment, moment_of, occupancy
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
+_FINISHED: Final[Mapping[Outcome, str]] = {
+    "stop": "stop", "length": "length", "cancelled": "abort", "error": "error",
+}  # fmt: skip
+"""vLLM's words for the ends of requests that it counts."""
+
 _SECONDS: Final = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-)
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+)  # fmt: skip
 _STEP_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_TOKENS: Final = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 _LENGTHS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 63)
-_POSITIONS: Final = 16
-"""Draft positions that are told apart; deeper ones count as the last."""
+_PHASES: Final = ("draft", "forward", "verify", "schedule")
+
+_SAMPLE_SECONDS: Final = 0.1
+"""How often the engine's counts are copied while it runs: that takes as long as a small model's row."""
+
+
+class Distribution:
+    """How often values fell under each bound, and their sum."""
+
+    __slots__ = ("_bounds", "_counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Counts a value."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.total += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bounds and how many values are at or under each, as Prometheus has them."""
+        names = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
+        return list(zip(names, (float(n) for n in accumulate(self._counts)), strict=True))
 
 
 class Metrics:
-    """What a server has done. `observe` and `stepped` are the driver's observers; `text` is what a scrape gets."""
+    """What a server has done. A driver's `Observer`; `text` is what a scrape gets, from any thread.
 
-    def __init__(self, model: str) -> None:
+    Attributes:
+        history: the last minutes, for the status page.
+    """
+
+    def __init__(self, model: str, engine: Engine) -> None:
+        self._model = model
+        self._engine = engine
         self._registry = CollectorRegistry()
-        self._labels = {"model_name": model}
-        self._seen = SpeculationStats()
-        self._totals: dict[Counter, float] = {}  # of counters that follow a total of the engine's
-        self._requests = self._counter(
-            "vllm:request_success", "Requests that ended, by why: stop, length, abort (cancelled), error, timeout, "
-            "rejected (before their first step).", ("finished_reason",),
-        )  # fmt: skip
-        self._queue_time = self._histogram("vllm:request_queue_time_seconds", "From arrival to the first step.")
-        self._first = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token's step.")
-        self._between = self._histogram(
-            "vllm:inter_token_latency_seconds",
-            "Time after the first token over the tokens after the first, of each text: several may share a step.",
-        )
-        self._gap = self._histogram(
-            "forerun:inter_event_seconds", "Between two steps that added to one request's text: what a reader sees."
-        )
-        self._end = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.")
-        self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that ended.")
-        self._generated = self._counter("vllm:generation_tokens", "Tokens committed to answers, over all steps.")
-        self._computed = self._counter(
-            "forerun:computed_tokens", "Query tokens run through the model: prompts, last tokens, drafts."
-        )
-        self._running = self._gauge("vllm:num_requests_running", "Requests that hold KV.")
-        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests in the queue, preempted ones included.")
-        self._kv = self._gauge("vllm:kv_cache_usage_perc", "KV blocks of running requests over all blocks, 0 to 1.")
-        self._preempted = self._counter("vllm:num_preemptions", "Times that a request's KV was dropped to make room.")
-        self._queries = self._counter(
-            "vllm:prefix_cache_queries", "Prompt tokens that were looked up: denominator of the hits."
-        )
-        self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was found.")
-        self._drafts = self._counter(
-            "vllm:spec_decode_num_drafts", "Rows (request, step) with at least one verified draft token."
-        )
-        self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified, all of trees.")
-        self._accepted = self._counter(
-            "vllm:spec_decode_num_accepted_tokens", "Draft tokens that the model agreed to; its own aren't among them."
-        )
-        self._by_position = self._counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that accepted at least position + 1 tokens; over num_drafts it is the rate of that position.",
-            ("position",),
-        )
-        self._proposed_by_position = self._counter(
-            "forerun:spec_decode_num_draft_tokens_per_pos", "Draft tokens verified at each depth.", ("position",)
-        )
-        self._by_drafter = {
-            what: self._counter(f"forerun:draft_tokens_{what}", f"Draft tokens {what}, by drafter.", ("drafter",))
-            for what in ("proposed", "accepted")
-        }
-        self._steps = self._counter("forerun:steps", "Steps that had work.")
-        self._phases = self._counter(
-            "forerun:step_seconds", "Seconds of steps by phase: draft, forward, verify, schedule; masks is the part of "
-            "these that grammars took.", ("phase",),
-        )  # fmt: skip
-        self._step = self._histogram("forerun:step_time_seconds", "Of one step.", _STEP_SECONDS)
-        self._rows = self._histogram("forerun:step_rows", "Requests that had a row in a step.", _ROWS)
-        self._length = self._histogram(
-            "forerun:draft_length", "Draft tokens verified in a step over its rows that chose a token, rounded up.",
-            _LENGTHS,
-        )  # fmt: skip
-        self._compiles = self._counter("forerun:grammar_compiles", "Grammars compiled.")
-        self._compile_seconds = self._counter("forerun:grammar_compile_seconds", "Seconds of compiling them.")
+        self._registry.register(_Families(self))
+        self._lock = threading.Lock()
+        self._moment = moment_of(engine)
+        self.history = History(self._moment)
+        self._sampled = self._stepped = 0.0  # seconds since 1970
+        self._seen = _progress(engine)
+        self._outcomes: Counter[Outcome] = Counter(dict.fromkeys(get_args(Outcome), 0))
+        self._prompt_tokens = 0
+        self._queue_time = Distribution(_SECONDS)
+        self._first = Distribution(_SECONDS)
+        self._between = Distribution(_SECONDS)
+        self._per_token = Distribution(_SECONDS)
+        self._end = Distribution(_SECONDS)
+        self._prompt_sizes = Distribution(_TOKENS)
+        self._output_sizes = Distribution(_TOKENS)
+        self._step = Distribution(_STEP_SECONDS)
+        self._rows = Distribution(_ROWS)
 
-    def observe(self, record: Record) -> None:
+    def ended(self, record: Record) -> None:
         """Counts a request that ended."""
-        reason = "abort" if record.outcome == "cancelled" else record.outcome
-        self._requests.labels(**self._labels, finished_reason=reason).inc()
-        self._queue_time.observe(record.waited_seconds)
-        self._end.observe(record.total_seconds)
-        if record.output is None:
-            return
-        for sample in record.output.samples:
-            stats = sample.stats
-            if stats.first_token_seconds is not None:
-                self._first.observe(stats.first_token_seconds)
-                if stats.output_tokens > 1:
+        with self._lock:
+            self._outcomes[record.outcome] += 1
+            if record.waited_seconds is not None:
+                self._queue_time.add(record.waited_seconds)
+            if record.outcome != "rejected":
+                self._end.add(record.total_seconds)
+            if record.output is None:
+                return
+            self._prompt_sizes.add(record.output.stats.prompt_tokens)
+            for sample in record.output.samples:
+                stats = sample.stats
+                self._output_sizes.add(stats.output_tokens)
+                if stats.first_token_seconds is not None and stats.output_tokens > 1:
                     seconds = stats.total_seconds - stats.first_token_seconds
-                    self._between.observe(seconds / (stats.output_tokens - 1))
-        self._prompt.inc(record.output.stats.prompt_tokens)
+                    self._per_token.add(seconds / (stats.output_tokens - 1))
+
+    def began(self, seconds: float, prompt_tokens: int) -> None:
+        """Counts the first event of a request."""
+        with self._lock:
+            self._first.add(seconds)
+            self._prompt_tokens += prompt_tokens
 
     def gap(self, seconds: float) -> None:
         """Counts the time between two events of a request."""
-        self._gap.observe(seconds)
+        with self._lock:
+            self._between.add(seconds)
 
     def stepped(self, engine: Engine) -> None:
-        """Counts what the last step did, as the difference to what was seen before."""
-        stats = engine.stats()
-        now, before = stats.speculation, self._seen
-        if not self._follow(self._steps, stats.steps):
+        """Notes what the engine has done, after a step."""
+        done, before = _progress(engine), self._seen
+        if done.steps == before.steps:
             return
-        seconds = 0.0
-        for phase in ("draft", "forward", "verify", "schedule"):
-            spent = getattr(now, f"{phase}_seconds") - getattr(before, f"{phase}_seconds")
-            seconds += spent
-            self._phases.labels(**self._labels, phase=phase).inc(max(0.0, spent))
-        masks = now.mask_seconds - before.mask_seconds
-        self._phases.labels(**self._labels, phase="masks").inc(max(0.0, masks))
-        self._step.observe(seconds)
-        self._rows.observe(now.steps - before.steps)
-        decisions = now.decisions - before.decisions
-        if decisions:
-            self._length.observe(-(-(now.proposed - before.proposed) // decisions))
-        self._generated.inc(now.emitted - before.emitted)
-        self._computed.inc(now.computed - before.computed)
-        self._drafts.inc(now.drafted - before.drafted)
-        self._draft_tokens.inc(now.proposed - before.proposed)
-        self._accepted.inc(now.accepted - before.accepted)
-        self._positions(self._by_position, now.accepted_by_position, before.accepted_by_position)
-        self._positions(self._proposed_by_position, now.proposed_by_position, before.proposed_by_position)
-        for name, counts in now.by_drafter.items():
-            old = before.by_drafter.get(name)
-            for what, counter in self._by_drafter.items():
-                added = getattr(counts, what) - (getattr(old, what) if old else 0)
-                if added:
-                    counter.labels(**self._labels, drafter=name).inc(added)
-        self._follow(self._preempted, stats.preemptions)
-        if engine.prefix_cache is not None:
-            self._follow(self._queries, engine.prefix_cache.stats.lookup_tokens)
-            self._follow(self._hits, engine.prefix_cache.stats.hit_tokens)
-        compiler = engine.compiler.stats()
-        self._follow(self._compiles, compiler.compiled)
-        self._follow(self._compile_seconds, compiler.compile_seconds)
-        self._running.set(len(engine.scheduler.running))
-        self._waiting.set(sum(1 for _ in engine.scheduler.waiting) + len(engine.loop.awaited.futures))
-        self._kv.set(stats.kv_blocks_used / stats.kv_blocks)
-        self._seen = now
+        now = time.time()
+        moment = moment_of(engine) if abs(now - self._sampled) >= _SAMPLE_SECONDS else None
+        with self._lock:
+            self._step.add(done.seconds - before.seconds)
+            self._rows.add(done.rows - before.rows)
+            self._seen, self._stepped = done, now
+            if moment is not None:
+                self._sampled = now
+                self._keep(moment)
+
+    def refresh(self) -> None:
+        """Looks at the engine, unless a step runs; then what was seen a moment ago has to do. From any thread."""
+        lock = self._engine.loop.lock
+        if not lock.acquire(blocking=False):
+            return
+        try:
+            moment = moment_of(self._engine)
+        finally:
+            lock.release()
+        with self._lock:
+            if moment.stats.steps != self._moment.stats.steps:
+                self._keep(moment)
+
+    def _keep(self, moment: Moment) -> None:
+        self._moment = moment
+        self.history.add(moment, self._stepped)
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text form."""
+        self.refresh()
         return generate_latest(self._registry)
 
-    def _follow(self, counter: Counter, total: float) -> bool:
-        """Brings a counter up to a total of the engine's; returns whether it grew."""
-        added = total - self._totals.get(counter, 0.0)
-        self._totals[counter] = total
-        if added > 0:
-            counter.inc(added)
-        return added > 0
+    def families(self) -> Iterator[Metric]:
+        """Everything, as Prometheus' client has it."""
+        with self._lock:  # not while it is written out: the engine's thread waits for it
+            found = [
+                *self._requests(), *self._times(), *self._tokens(), *self._speculation(), *self._steps(),
+                *self._memory(),
+            ]  # fmt: skip
+        yield from found
+        yield from self._grammars()
 
-    def _positions(self, counter: Counter, now: Sequence[int], before: Sequence[int]) -> None:
-        for position, count in enumerate(now):
-            added = count - (before[position] if position < len(before) else 0)
-            if added:
-                counter.labels(**self._labels, position=str(min(position, _POSITIONS - 1))).inc(added)
+    def _grammars(self) -> Iterator[Metric]:
+        compiler = self._engine.compiler.stats()
+        yield self._counter("forerun:grammar_compiles", "Grammars compiled.", compiler.compiled)
+        yield self._counter(
+            "forerun:grammar_compile_failures", "Constraints that couldn't be compiled, or not in time.",
+            compiler.failed,
+        )  # fmt: skip
+        yield self._counter(
+            "forerun:grammar_compile_seconds",
+            "Seconds of compiling grammars, beside the steps: over grammar_compiles it is the mean.",
+            compiler.compile_seconds,
+        )
+        yield self._counter(
+            "forerun:grammar_cache_hits", "Constrained requests that found their grammar compiled.", compiler.hits
+        )
 
-    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-        made = Counter(name, text, ("model_name", *labels), registry=self._registry)
-        return made if labels else made.labels(**self._labels)
+    def _requests(self) -> Iterator[Metric]:
+        yield self._counters(
+            "vllm:request_success",
+            "Requests that ended, by why: stop, length, abort (cancelled, also by a client that went away), error.",
+            "finished_reason",
+            {name: self._outcomes[outcome] for outcome, name in _FINISHED.items()},
+        )
+        yield self._counters(
+            "forerun:requests",
+            "Requests that ended, by outcome: those of request_success, timeout, and rejected, which is refused by the "
+            "full queue, the queue's time limit or the engine. What was refused before that isn't among them.",
+            "outcome",
+            self._outcomes,
+        )
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, ("model_name",), registry=self._registry).labels(**self._labels)
+    def _times(self) -> Iterator[Metric]:
+        yield self._histogram(
+            "vllm:request_queue_time_seconds", "From arrival to the first step, of ended requests that had one.",
+            self._queue_time,
+        )  # fmt: skip
+        yield self._histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first text of a request.", self._first
+        )
+        yield self._histogram(
+            "vllm:inter_token_latency_seconds",
+            "Between two steps that added to one request's text, which a reader sees as one event each: accepted "
+            "drafts share a step, so it isn't the time of a token.",
+            self._between,
+        )
+        yield self._histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Time after the first token over the tokens after the first, once for each finished text.", self._per_token,
+        )  # fmt: skip
+        yield self._histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the end, of requests that weren't rejected.", self._end
+        )
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
-        made = Histogram(name, text, ("model_name",), buckets=buckets, registry=self._registry)
-        return made.labels(**self._labels)
+    def _tokens(self) -> Iterator[Metric]:
+        stats = self._moment.stats
+        yield self._counter(
+            "vllm:prompt_tokens", "Prompt tokens of requests that had a first text, cached ones included.",
+            self._prompt_tokens,
+        )  # fmt: skip
+        yield self._counter(
+            "vllm:generation_tokens", "Tokens committed to answers (emitted), end tokens included.",
+            stats.emitted_tokens,
+        )  # fmt: skip
+        yield self._counter(
+            "forerun:computed_tokens", "Query tokens run through the model: prompts, last tokens, drafts.",
+            stats.computed_tokens,
+        )  # fmt: skip
+        yield self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of each finished request.", self._prompt_sizes
+        )
+        yield self._histogram(
+            "vllm:request_generation_tokens", "Emitted tokens of each finished text.", self._output_sizes
+        )
+
+    def _speculation(self) -> Iterator[Metric]:
+        counts = self._moment.stats.speculation
+        yield self._counter(
+            "forerun:decisions",
+            "Rows (one request's part of one step) that chose tokens. Emitted = accepted + decisions - cut; emitted "
+            "over decisions is tokens per decision.",
+            counts.decisions,
+        )
+        yield self._counter(
+            "forerun:cut_tokens", "Accepted or own tokens dropped, because the text ended before them.", counts.cut
+        )
+        yield self._counter(
+            "vllm:spec_decode_num_drafts",
+            "Rows with at least one verified draft token: denominator of the acceptance by position.", counts.drafted,
+        )  # fmt: skip
+        yield self._counter(
+            "vllm:spec_decode_num_draft_tokens",
+            "Draft tokens verified, all nodes of trees: denominator of the acceptance rate.", counts.proposed,
+        )  # fmt: skip
+        yield self._counter(
+            "vllm:spec_decode_num_accepted_tokens",
+            "Draft tokens that the model agreed to; its own tokens aren't among them.", counts.accepted,
+        )  # fmt: skip
+        yield self._counters(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that accepted at least position + 1 tokens; over num_drafts it is the share that got so far.",
+            "position", _by_position(counts.accepted_by_position),
+        )  # fmt: skip
+        yield self._counters(
+            "forerun:spec_decode_num_draft_tokens_per_pos",
+            "Draft tokens verified at each depth (0: right after the committed text), all nodes of trees.",
+            "position", _by_position(counts.proposed_by_position),
+        )  # fmt: skip
+        by_drafter = counts.by_drafter
+        yield self._counters(
+            "forerun:draft_tokens_proposed", "Draft tokens verified, by drafter.",
+            "drafter", {name: drafter.proposed for name, drafter in by_drafter.items()},
+        )  # fmt: skip
+        yield self._counters(
+            "forerun:draft_tokens_accepted", "Draft tokens accepted, by drafter; over proposed it is its acceptance.",
+            "drafter", {name: drafter.accepted for name, drafter in by_drafter.items()},
+        )  # fmt: skip
+        lengths = Distribution(_LENGTHS)
+        lengths.add(0, counts.decisions - counts.drafted)
+        for n, times in enumerate(counts.drafted_by_length, 1):
+            lengths.add(n, times)
+        yield self._histogram(
+            "forerun:draft_length", "Draft tokens chosen and verified, of each row that chose tokens; 0: no draft.",
+            lengths,
+        )  # fmt: skip
+
+    def _steps(self) -> Iterator[Metric]:
+        stats = self._moment.stats
+        yield self._counter("forerun:steps", "Steps that ran the model.", stats.steps)
+        yield self._counters(
+            "forerun:step_seconds", "Seconds of steps by phase; over steps it is the mean of a step.",
+            "phase", {phase: getattr(stats.speculation, f"{phase}_seconds") for phase in _PHASES},
+        )  # fmt: skip
+        yield self._counter(
+            "forerun:grammar_mask_seconds",
+            "What of step_seconds went on grammars and wasn't hidden behind the forward.",
+            stats.speculation.mask_seconds,
+        )  # fmt: skip
+        yield self._histogram("forerun:step_time_seconds", "Of one step, all phases.", self._step)
+        yield self._histogram("forerun:step_rows", "Requests that had a part in a step.", self._rows)
+
+    def _memory(self) -> Iterator[Metric]:
+        moment = self._moment
+        running, waiting, used = occupancy(self._engine)
+        yield self._gauge("vllm:num_requests_running", "Requests that hold KV.", running)
+        yield self._gauge(
+            "vllm:num_requests_waiting",
+            "Requests in the queue, preempted ones and those that wait for a grammar included.",
+            waiting,
+        )  # fmt: skip
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "KV blocks of running requests over all blocks, 0 to 1.",
+            used / moment.stats.kv_blocks,
+        )  # fmt: skip
+        yield self._gauge("forerun:kv_blocks_used", "KV blocks of running requests.", used)
+        yield self._gauge(
+            "forerun:kv_blocks", "KV blocks of the pool: denominator of kv_cache_usage_perc.", moment.stats.kv_blocks
+        )
+        yield self._counter(
+            "vllm:num_preemptions", "Times that a request's KV was dropped to make room.", moment.stats.preemptions
+        )
+        yield self._counter(
+            "vllm:prefix_cache_queries", "Tokens that were looked up on admission: denominator of the hits.",
+            moment.lookups,
+        )  # fmt: skip
+        yield self._counter("vllm:prefix_cache_hits", "Tokens of these whose KV was found.", moment.hits)
+        yield self._counter(
+            "forerun:prefix_cache_evicted_blocks", "Cached KV blocks forgotten because requests needed the room.",
+            moment.evictions,
+        )  # fmt: skip
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _counters(
+        self, name: str, text: str, label: str, values: Mapping[str, float] | Mapping[Outcome, int]
+    ) -> Metric:
+        family = CounterMetricFamily(name, text, labels=("model_name", label))
+        for key, value in values.items():
+            family.add_metric((self._model, key), value)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _histogram(self, name: str, text: str, values: Distribution) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=("model_name",))
+        family.add_metric((self._model,), values.buckets(), values.total)
+        return family
+
+
+class _Families(Collector):
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())  # else registering it would collect before anything is there
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.families()
+
+
+def _by_position(counts: Sequence[int]) -> dict[str, int]:
+    return {str(position): count for position, count in enumerate(counts)}
+
+
+class _Progress(NamedTuple):
+    steps: int
+    seconds: float
+    rows: int
+
+
+def _progress(engine: Engine) -> _Progress:
+    """Steps so far, their seconds, and the rows in them."""
+    loop = engine.loop
+    return _Progress(loop.steps, loop.step_seconds, loop.tally.steps)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from contextvars import ContextVar
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-TokenIds = Annotated[list[int], Field(max_length=1_000_000)]
+# The first wrong item tells enough: a list of a million wrong ones would have as many errors.
+TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=1_000_000)]
 Text = Annotated[str, Field(max_length=8_000_000)]
+Texts = Annotated[list[Text], Field(fail_fast=True)]
 
 
 LENIENT: Final[ContextVar[bool]] = ContextVar("lenient", default=False)
@@ -23,10 +26,13 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
-        if not LENIENT.get() or not isinstance(data, dict):
+        if not isinstance(data, dict):
             return data
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: value for name, value in data.items() if name in known}
+        unknown = (name for name in data if name not in known)
+        # One unknown field is enough to refuse the request for, however many there are.
+        kept = known if LENIENT.get() else {*known, *itertools.islice(unknown, 1)}
+        return {name: value for name, value in data.items() if name in kept}
 
 
 class StreamOptions(Strict):
@@ -96,10 +102,12 @@ class Sampling(Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: (
+        Annotated[dict[str, Any], Field(json_schema_extra={"additionalProperties": {"type": "number"}})] | None
+    ) = None
+    bad_words: Texts | None = None
     allowed_token_ids: TokenIds | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -110,18 +118,19 @@ class Sampling(Strict):
     user: Annotated[str, Field(max_length=1000)] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
     speculate: bool = True
     draft_len: int | None = None
     verify: Literal["coupled", "rejection"] | None = None
+    show_drafts: bool = False
     timeout: float | None = None
 
 
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None
@@ -132,12 +141,12 @@ class CompletionRequest(Sampling):
 class ChatCompletionRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=10_000)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -149,7 +158,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=10_000)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from forerun.constrain.tools import FORMATS, parse_tool_calls
+from forerun.constrain.tools import FORMATS, ToolCall, parse_tool_calls
 from forerun.engine.output import Piece, RequestOutput, TokenLogprob
 from forerun.models.tokenizer import Tokenizer
 from forerun.serve.ids import call_id
@@ -106,58 +106,65 @@ class ToolText:
     """The text of an answer that may call tools: what is content, and the calls behind it.
 
     Text is content up to the first mark of a call, and what may be the beginning of one is held back. A call is passed
-    on when it is complete.
+    on when it is complete. Takes time in proportion to the text.
     """
 
     def __init__(self, form: str) -> None:
         self._form = form
         self._mark = FORMATS[form].before.strip()
-        self._text = ""
-        self._sent = 0
+        self._end_mark = FORMATS[form].after.strip()
+        self._rest = ""  # neither passed on as content nor read as a call
+        self._searched = 0  # characters of it in which no call ends
+        self._calling = False
         self._calls = 0
 
     def push(self, piece: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """New content, and the calls that are complete now, as OpenAI's deltas."""
-        self._text += piece
-        end = self._content_end(last)
-        content = self._text[self._sent : max(end, self._sent)]
-        self._sent = max(end, self._sent)
-        if not last and "}" not in piece and "<" not in piece:
-            return content, []
-        calls = parse_tool_calls(self._text, self._form) if last or self._mark else []
-        new = [
+        self._rest += piece
+        if self._mark:
+            content = "" if self._calling else self._content(last)
+            calls = self._complete() if self._calling else []
+        elif last:  # all of the text is a call, or none of it: the end tells
+            calls = parse_tool_calls(self._rest, self._form)
+            content = "" if calls else self._rest
+        else:
+            return "", []
+        first, self._calls = self._calls, self._calls + len(calls)
+        return content, [
             {
-                "index": index,
+                "index": first + n,
                 "id": call_id(),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for index, call in enumerate(calls)
-            if index >= self._calls
+            for n, call in enumerate(calls)
         ]
-        self._calls = max(self._calls, len(calls))
-        if last and not self._mark and not calls:
-            content = self._text[self._sent :]
-        return content, new
 
-    def _content_end(self, last: bool) -> int:
-        if not self._mark:
-            return 0  # all of the text is a call, or none of it: the end tells
-        at = self._text.find(self._mark)
+    def _content(self, last: bool) -> str:
+        rest, mark = self._rest, self._mark
+        at = rest.find(mark)
         if at >= 0:
-            return len(self._text[:at].rstrip())
-        if last:
-            return len(self._text)
-        held = next(
-            (
-                n
-                for n in range(min(len(self._mark) - 1, len(self._text)), 0, -1)
-                if self._mark.startswith(self._text[-n:])
-            ),
-            0,
-        )
-        # White space before a call belongs to neither.
-        return len(self._text[: len(self._text) - held].rstrip()) if held else len(self._text.rstrip())
+            self._calling = True
+            self._rest = rest[at:]
+            return rest[:at].rstrip()
+        end = len(rest)
+        if not last:
+            end -= next((n for n in range(min(len(mark) - 1, end), 0, -1) if mark.startswith(rest[-n:])), 0)
+            # White space before a call belongs to neither.
+            end = len(rest[:end].rstrip())
+        self._rest = rest[end:]
+        return rest[:end]
+
+    def _complete(self) -> list[ToolCall]:
+        calls: list[ToolCall] = []
+        while (at := self._rest.find(self._end_mark, self._searched)) >= 0:
+            self._searched = at + len(self._end_mark)
+            found = parse_tool_calls(self._rest[: self._searched], self._form)
+            if found:
+                calls += found
+                self._rest, self._searched = self._rest[self._searched :], 0
+        self._searched = max(self._searched, len(self._rest) - len(self._end_mark) + 1)
+        return calls
 
     @property
     def n_calls(self) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import resource
+import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 import uvicorn
@@ -19,6 +22,9 @@ from forerun.serve.metrics import Metrics
 from forerun.serve.service import Service
 
 KEEP_ALIVE_SECONDS = 30
+
+_LAST_WORDS_SECONDS = 3
+"""After the time of grace, for telling whoever still waits that the server shuts down."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,8 @@ class ServeOptions:
 
 def application(engine: Engine, options: ServeOptions) -> FastAPI:
     """The application around an engine; its lifespan starts and stops the engine's thread."""
-    metrics = Metrics(options.names[0])
-    driver = EngineDriver(engine, options.limits, observer=metrics.observe, on_step=metrics.stepped)
+    metrics = Metrics(options.names[0], engine)
+    driver = EngineDriver(engine, options.limits, observer=metrics)
     service = Service(driver, options.names[0], aliases=options.names[1:], tool_format=options.tool_format)
     app = create_app(service, metrics, options.settings)
 
@@ -56,6 +62,7 @@ def application(engine: Engine, options: ServeOptions) -> FastAPI:
             driver.close(0.0)
 
     app.router.lifespan_context = lifespan
+    app.state.driver = driver
     if options.cors:
         from starlette.middleware.cors import CORSMiddleware
 
@@ -76,28 +83,54 @@ def serve(engine: Engine, options: ServeOptions, ready: Callable[[str], None] = 
     engine.prepare_constraints()
     with bound(options.host, options.port) as sock:
         _allow_connections()
-        config = uvicorn.Config(
-            application(engine, options),
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(max(1, options.grace_seconds)),
-        )
-        server = _Server(config, lambda: ready(_address(sock)))
+        server = Server(application(engine, options), options, lambda: ready(_address(sock)))
         server.run(sockets=[sock])
 
 
-class _Server(uvicorn.Server):
-    """Tells when it is ready."""
+class Server(uvicorn.Server):
+    """Tells when it is ready, and ends in order.
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    A signal to stop closes the listening socket at once. What was accepted may go on for the time of grace; what then
+    still runs gets an error that says so, and no half answer.
+    """
+
+    def __init__(self, app: FastAPI, options: ServeOptions, ready: Callable[[], None] = lambda: None) -> None:
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=int(options.grace_seconds) + _LAST_WORDS_SECONDS,
+        )
         super().__init__(config)
+        self._driver: EngineDriver = app.state.driver
+        self._grace = options.grace_seconds
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(asyncio.to_thread(self._driver.close, self._grace))
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await asyncio.to_thread(self._driver.close, 0.0)
+        await ending
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals end the server in order, and the process with exit code 0: it did what it was asked to do."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.engine.output import Piece, RequestOutput
+from forerun.engine.spans import DraftMarks
 from forerun.models.tokenizer import Tokenizer
 from forerun.serve.convert import Asked, chat_params, completion_params
 from forerun.serve.driver import Ended, EngineDriver, Job, Ticket
@@ -53,26 +54,42 @@ class Service:
     async def complete(self, request: CompletionRequest) -> Answer:
         """Begins a text completion. Raises ApiError or what the engine refuses."""
         self.check_model(request.model)
-        asked = completion_params(request)
-        prompts = await asyncio.to_thread(self._prompts, request.prompt)
-        echoes = [self.tokenizer.decode(ids, skip_special=False) for ids in prompts] if request.echo else []
+        asked, prompts, echoes = await asyncio.to_thread(self._completion, request)
         tickets = self._submit(request, asked, prompts)
         return CompletionAnswer(self, request, asked, tickets, echoes)
 
     async def chat(self, request: ChatCompletionRequest) -> Answer:
         """Begins a chat completion. Raises ApiError or what the engine refuses."""
         self.check_model(request.model)
-        asked = chat_params(request, self.tool_format)
-        ids = await asyncio.to_thread(self.chat_ids, request)
+        asked, ids = await asyncio.to_thread(self._conversation, request)
         return ChatAnswer(self, request, asked, self._submit(request, asked, [ids]), [])
+
+    def _completion(self, request: CompletionRequest) -> tuple[Asked, list[list[int]], list[str]]:
+        """Parameters, prompts and what is echoed of them; may take a while."""
+        asked = completion_params(request)
+        prompts = self._prompts(request.prompt)
+        return asked, prompts, [self._echo(ids) for ids in prompts] if request.echo else []
+
+    def _conversation(self, request: ChatCompletionRequest) -> tuple[Asked, list[int]]:
+        """Parameters and prompt; may take a while."""
+        return chat_params(request, self.tool_format), self.chat_ids(request)
+
+    def _echo(self, ids: Sequence[int]) -> str:
+        size = self.tokenizer.vocab_size
+        wrong = next((token for token in ids if not 0 <= token < size), None)
+        if wrong is not None:
+            raise ApiError(400, f"token {wrong} is not allowed; expected 0 to {size - 1}", param="prompt")
+        return self.tokenizer.decode(ids, skip_special=False)
 
     def chat_ids(self, request: ChatCompletionRequest) -> list[int]:
         """The tokens of a conversation; may take a while."""
         options: dict[str, Any] = dict(request.chat_template_kwargs or {})
-        taken = options.keys() & {"messages", "tools", "add_generation_prompt"}
+        taken = options.keys() & {"messages", "tools", "add_generation_prompt", "self"}
         if taken:
             raise ApiError(
-                400, f"chat_template_kwargs can't set {min(taken)}; the request has it", param="chat_template_kwargs"
+                400,
+                f"chat_template_kwargs can't set {min(taken)}; the request has it, or the server",
+                param="chat_template_kwargs",
             )
         if request.tools and request.tool_choice != "none":
             options["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
@@ -92,6 +109,8 @@ class Service:
     def _submit(self, request: Sampling, asked: Asked, prompts: Sequence[Sequence[int]]) -> list[Ticket]:
         if request.timeout is not None and not 0 < request.timeout < 1e6:
             raise ApiError(400, f"timeout={request.timeout} is not allowed; expected seconds above 0", param="timeout")
+        if request.show_drafts and not request.stream:
+            raise ApiError(400, "show_drafts needs stream: true", param="show_drafts")
         tickets: list[Ticket] = []
         try:
             for index, ids in enumerate(prompts):
@@ -124,6 +143,7 @@ class Answer:
         self.echoes = echoes
         self.id = answer_id(self.kind)
         self.created = int(time.time())
+        self._marks: dict[int, DraftMarks] = {}
 
     def cancel(self) -> None:
         """Ends what hasn't ended."""
@@ -169,8 +189,9 @@ class Answer:
                 for piece in happening:
                     index = which * n + piece.sample_index
                     delta, logprobs, reason = self.delta(index, piece)
-                    if delta is not None or logprobs is not None or reason is not None:
-                        yield self._chunk(index, delta or {}, logprobs, reason)
+                    drafts = self._drafts(index, piece) if self.request.show_drafts else None
+                    if delta is not None or logprobs is not None or reason is not None or drafts:
+                        yield self._chunk(index, delta or {}, logprobs, reason, drafts)
             if options is not None and options.include_usage:
                 yield event({**self._head(self.chunk_object), "choices": [], "usage": usage_of(outputs)})
         except asyncio.CancelledError:
@@ -193,8 +214,29 @@ class Answer:
             "system_fingerprint": None,
         }
 
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None) -> bytes:
+    def _drafts(self, index: int, piece: Piece) -> list[dict[str, str]]:
+        """The piece's text in stretches of where its tokens came from."""
+        marks = self._marks.get(index)
+        if marks is None:
+            params = self.asked.params
+            marks = self._marks[index] = DraftMarks(
+                self.service.tokenizer,
+                skip_special=params.skip_special_tokens,
+                keep_space=params.constraint is not None,
+            )
+        return [{"text": span.text, "origin": span.origin} for span in marks.spans(piece)]
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+        reason: str | None,
+        drafts: list[dict[str, str]] | None = None,
+    ) -> bytes:
         choice = {"index": index, **self.wrapped(delta), "logprobs": logprobs, "finish_reason": reason}
+        if drafts is not None:
+            choice["drafts"] = drafts
         return event({**self._head(self.chunk_object), "choices": [choice]})
 
     def wrapped(self, delta: dict[str, Any]) -> dict[str, Any]:
