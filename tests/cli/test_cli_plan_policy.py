@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,10 +12,11 @@ from forerun.cli import dispatch
 from forerun.cli.plan_drafters import default_drafters
 from forerun.cli.plan_policy import HELP
 from forerun.plan.catalog import PlanCatalog
-from forerun.plan.derivation import evaluate
 from forerun.plan.policy import compare
 from forerun.plan.policy_cost import roofline_cost
 from forerun.plan.workload import CODE_AND_CHAT, LONGEST
+from reference.derivations import evaluated
+from reference.planning import PlanCommand
 
 MODEL = ["-m", "llama-3.1-8b", "-g", "h100"]
 QUICK = ["-n", "32"]
@@ -29,16 +29,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
 
 
-def run(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    code = dispatch(["plan", "policy", *words])
-    captured = capsys.readouterr()
-    assert (code, captured.err) == (0, "")
-    return captured.out
-
-
-def read(*words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    body: dict[str, Any] = json.loads(run(*words, "--json", capsys=capsys))
-    return body
+COMMAND = PlanCommand("policy")
+run, read = COMMAND.run, COMMAND.read
 
 
 def cells(out: str, heading: str) -> list[list[str]]:
@@ -145,18 +137,6 @@ def test_a_derivation_leads_to_the_number_of_the_table(words: list[str], capsys:
         assert "gain_error" not in known
     else:
         assert known["gain_error"] == pytest.approx(adaptive["gain_error"], rel=1e-12)
-
-
-def evaluated(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """Values by symbol; each formula, evaluated over the lines before, gives its own."""
-    known: dict[str, float] = {}
-    for line in lines:
-        if line["formula"]:
-            assert evaluate(line["formula"], known) == pytest.approx(line["value"], rel=1e-12, abs=1e-12)
-        else:
-            assert line["source"]
-        known[line["symbol"]] = line["value"]
-    return known
 
 
 def test_the_table_of_the_page_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,9 +13,10 @@ from forerun.cli.plan_speculate import HELP
 from forerun.cli.plan_speculate_explain import PARTS
 from forerun.plan.catalog import PlanCatalog
 from forerun.plan.deployment import Deployment
-from forerun.plan.derivation import evaluate
 from forerun.plan.spec import proposal_of
 from forerun.plan.speculate import best, price
+from reference.derivations import evaluated
+from reference.planning import PlanCommand
 
 MODEL = ["-m", "llama-3.3-70b", "-g", "h100", "-t", "8"]
 SMALL = ["--batches", "1,16,256", "--contexts", "1000,32000"]
@@ -28,16 +27,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
 
 
-def run(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    code = dispatch(["plan", "speculate", *words])
-    captured = capsys.readouterr()
-    assert (code, captured.err) == (0, "")
-    return captured.out
-
-
-def read(*words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    body: dict[str, Any] = json.loads(run(*words, "--json", capsys=capsys))
-    return body
+COMMAND = PlanCommand("speculate")
+run, read = COMMAND.run, COMMAND.read
 
 
 def cells(out: str, heading: str) -> list[list[str]]:
@@ -150,11 +141,7 @@ def test_the_derivation_ends_in_the_table_s_speedup(
     batch, context = symbols["batch"], symbols["context"]
     body = read(*MODEL, "--batches", f"1,{batch}", "--contexts", f"1000,{context}", *words, capsys=capsys)
     name = words[1].split(",")[0] if len(words) > 1 else body["drafters"][0]["drafter"]
-    values: dict[str, float] = {}
-    for line in body["derivation"]:
-        if line["formula"]:
-            assert evaluate(line["formula"], values) == line["value"]
-        values[line["symbol"]] = line["value"]
+    values = evaluated(body["derivation"])
     assert (values["target_batch"], values["target_context"]) == (batch, context)
     row = next(row for row in body["rows"] if (row["drafter"], row["batch"], row["context"]) == (name, batch, context))
     last = body["derivation"][-1]

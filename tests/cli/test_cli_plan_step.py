@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
 import pytest
 
 from forerun import cli
 from forerun.cli.plan_step import HELP
-from forerun.plan.derivation import evaluate
+from reference.derivations import evaluated
+from reference.planning import PlanCommand
 
 MODEL = ("-m", "llama-3.1-8b")
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.dispatch(["plan", "step", *arguments])
-    output, errors = capsys.readouterr()
-    return code, output, errors
-
-
-def data(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    code, output, errors = call(capsys, *arguments, "--json")
-    assert code == 0, errors
-    found: dict[str, Any] = json.loads(output)
-    return found
+COMMAND = PlanCommand("step")
+call, data = COMMAND.call, COMMAND.data
 
 
 @pytest.mark.parametrize(
@@ -42,13 +32,7 @@ def test_the_derivation_ends_in_the_numbers_under_the_table(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
     found = data(capsys, *arguments, "--explain")
-    values: dict[str, float] = {}
-    for line in found["derivation"]:
-        if line["formula"] is not None:
-            assert evaluate(line["formula"], values) == pytest.approx(line["value"], rel=1e-12)
-        else:
-            assert line["source"]
-        values[line["symbol"]] = line["value"]
+    values = evaluated(found["derivation"])
     assert values["forward_seconds"] == pytest.approx(found["forward_seconds"], rel=1e-12)
     assert values["step_seconds"] == pytest.approx(found["seconds"], rel=1e-12)
     output = call(capsys, *arguments, "--explain")[1]

@@ -10,25 +10,21 @@ from typing import Any
 
 import pytest
 
-from forerun import cli
 from forerun.cli.plan_tree import HELP, _where
 from forerun.plan import drafters
 from forerun.plan.catalog import PlanCatalog
 from forerun.plan.deployment import Deployment
-from forerun.plan.derivation import evaluate
 from forerun.plan.speculate import TargetSteps
 from forerun.plan.tree import RankAcceptance, best_tree
 from forerun.plan.tree_price import TreePricer
+from reference.derivations import evaluated
+from reference.planning import PlanCommand
 
 RATES = "0.6,0.15,0.06"
 MODEL = ("-m", "llama-3.1-8b")
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, output and error output of `forerun plan tree`."""
-    code = cli.dispatch(["plan", "tree", *arguments])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+call = PlanCommand("tree").call
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -193,11 +189,7 @@ def test_the_last_line_of_the_derivation_is_the_number_of_the_table(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
     found = data(capsys, *arguments, "--explain")
-    values: dict[str, float] = {}
-    for line in found["derivation"]:
-        if line["formula"]:
-            assert evaluate(line["formula"], values) == pytest.approx(line["value"], rel=1e-12), line["symbol"]
-        values[line["symbol"]] = line["value"]
+    evaluated(found["derivation"])
     last = found["derivation"][-1]
     if arguments:
         assert last["symbol"] == "speedup"

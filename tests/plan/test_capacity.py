@@ -17,11 +17,11 @@ from forerun.plan.capacity import Capacity, Growth, Lengths, default_batches
 from forerun.plan.capacity_explain import explain_capacity
 from forerun.plan.catalog import PlanCatalog
 from forerun.plan.deployment import Deployment
-from forerun.plan.derivation import evaluate
 from forerun.plan.hardware import Efficiency
 from forerun.plan.shapes import ModelShape
 from forerun.plan.speculate import Proposal, best, price
 from forerun.plan.steptime import Load, forward_time
+from reference.derivations import evaluated
 from reference.kv_pool import LayerKind, held_bytes, mean_bytes, walk
 
 CATALOG = PlanCatalog.load()
@@ -275,11 +275,7 @@ def test_the_derivation_ends_in_the_table(model: ModelShape, with_drafter: bool)
         network=model.network, deployment=on(tensor=2), lengths=Lengths(333, 777), proposal=proposal, block=32
     )
     derivation = explain_capacity(found)
-    values: dict[str, float] = {}
-    for line in derivation.lines:
-        if line.formula:
-            assert evaluate(line.formula, values) == pytest.approx(line.value)
-        values[line.symbol] = line.value
+    values = evaluated(derivation.lines)
     assert derivation.value == found.fitting.to_the_end
     assert values["pool"] == pytest.approx(found.pool)
     assert values["sequence_bytes"] == pytest.approx(found.held(1110))

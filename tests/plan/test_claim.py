@@ -21,10 +21,10 @@ from forerun.plan.claim_explain import explain_claim
 from forerun.plan.claim_setting import Setting
 from forerun.plan.claim_speedup import assess_speedup, explain_speedup
 from forerun.plan.deployment import Deployment
-from forerun.plan.derivation import Derivation, evaluate
 from forerun.plan.hardware import Efficiency
 from forerun.plan.speculate import Proposal, best
 from forerun.plan.steptime import Load, forward_time
+from reference.derivations import evaluated
 
 CATALOG = PlanCatalog.load()
 LATE = replace(Efficiency.ideal(), latency=1)
@@ -489,21 +489,13 @@ def test_a_speedup_of_what_does_not_fit() -> None:
 # Derivations and what is refused.
 
 
-def check(derivation: Derivation) -> None:
-    values: dict[str, float] = {}
-    for line in derivation.lines:
-        if line.formula:
-            assert evaluate(line.formula, values) == pytest.approx(line.value)
-        values[line.symbol] = line.value
-
-
 def test_the_derivation_ends_in_the_ratio() -> None:
     rng = random.Random(4)
     for _ in range(60):
         given = random_setting(rng)
         claimed = rng.uniform(1, 5000)
         derivation = explain_claim(given, claimed)
-        check(derivation)
+        evaluated(derivation.lines)
         assert derivation.value == pytest.approx(assess(given, claimed, CATALOG, stated=frozenset(KINDS)).ratio)
 
 
@@ -516,7 +508,7 @@ def test_the_derivation_of_a_speedup_ends_in_the_ratio() -> None:
         assess_speedup(given, 3, CATALOG, proposal),
     ):
         derivation = explain_speedup(found)
-        check(derivation)
+        evaluated(derivation.lines)
         assert derivation.value == pytest.approx(found.ratio)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, replace
 
 import pytest
 
-from forerun.plan.derivation import Derivation, evaluate, symbols
+from forerun.plan.derivation import Derivation, Line, evaluate, symbols
+from reference.derivations import evaluated
 
 
 def test_lines_follow_from_lines_before() -> None:
@@ -59,3 +61,17 @@ def test_nothing_but_arithmetic(formula: str) -> None:
 def test_the_symbols_of_a_formula() -> None:
     assert symbols("max(a_1, 2) * b + a_1 / 1e3") == {"a_1", "b"}
     assert symbols("3 * 4") == symbols("") == set()
+
+
+def test_the_check_of_derivations_sees_a_number_that_does_not_follow() -> None:
+    """In a derivation, in its JSON, by as little as a bit."""
+    lines = [Line("a", 3.0, "", "", "measured"), Line("b", 9.0, "", "a * a")]
+    assert evaluated(lines) == evaluated([asdict(line) for line in lines]) == {"a": 3.0, "b": 9.0}
+    for wrong in (
+        replace(lines[1], value=math.nextafter(9.0, 10.0)),
+        replace(lines[1], symbol="a"),
+        replace(lines[1], formula=""),
+    ):
+        for form in (wrong, {**asdict(wrong), "formula": wrong.formula or None}):
+            with pytest.raises(AssertionError):
+                evaluated([lines[0], form])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -11,12 +10,12 @@ from forerun.errors import PlanError
 from forerun.plan import drafters
 from forerun.plan.catalog import PlanCatalog
 from forerun.plan.deployment import Deployment
-from forerun.plan.derivation import Derivation, evaluate
 from forerun.plan.drafters import PricedDrafter
 from forerun.plan.explain import explain_forward
 from forerun.plan.explain_draft import explain_draft
 from forerun.plan.hardware import Efficiency, Hardware
 from forerun.plan.steptime import Load, forward_time
+from reference.derivations import evaluated
 
 H100 = Hardware(
     name="h100", flops={"bf16": 989e12, "fp8": 1979e12}, bandwidth=3.35e12, memory=80e9, link=450e9, link_us=8
@@ -37,15 +36,6 @@ DRAFTERS = [
 ]
 
 
-def check(derivation: Derivation) -> None:
-    values: dict[str, float] = {}
-    for line in derivation.lines:
-        assert line.symbol not in values, f"{line.symbol} twice"
-        if line.formula:
-            assert math.isclose(evaluate(line.formula, values), line.value, rel_tol=1e-12), line.symbol
-        values[line.symbol] = line.value
-
-
 @pytest.mark.parametrize("where", [ONE, EIGHT, SMOOTH], ids=["one", "eight", "smooth"])
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: f"{drafter.name}-{drafter.host_us:g}")
 def test_the_last_line_is_the_draft_of_the_model(drafter: PricedDrafter, where: Deployment) -> None:
@@ -55,7 +45,7 @@ def test_the_last_line_is_the_draft_of_the_model(drafter: PricedDrafter, where: 
                 derivation = explain_draft(
                     drafter, where, batch=5, context=700, length=length, width=width, apart=apart
                 )  # fmt: skip
-                check(derivation)
+                evaluated(derivation.lines)
                 assert derivation.lines[-1].symbol == "draft_seconds"
                 expected = drafter.seconds(where, 5, 700, length, width)
                 assert derivation.value == pytest.approx(expected, rel=1e-12, abs=1e-15)
@@ -80,7 +70,7 @@ def test_it_joins_the_derivation_of_a_target_on_the_same_machine() -> None:
     derivation = explain_forward(target)
     derivation.extend(explain_draft(drafters.eagle3(LLAMA_70B), ONE, batch=5, context=700, length=4).lines)
     derivation.derived("fraction", "draft_seconds / forward_seconds", "")
-    check(derivation)
+    evaluated(derivation.lines)
     expected = drafters.eagle3(LLAMA_70B).seconds(ONE, 5, 700, 4) / target.seconds
     assert derivation.value == pytest.approx(expected, rel=1e-12)
 
@@ -93,7 +83,7 @@ def test_apart_it_joins_that_of_a_target_elsewhere() -> None:
         derivation.extend(explain_draft(drafter, ONE, batch=5, context=700, length=4).lines)
     derivation = explain_forward(target)
     derivation.extend(explain_draft(drafter, ONE, batch=5, context=700, length=4, apart=True).lines)
-    check(derivation)
+    evaluated(derivation.lines)
     assert derivation.value == pytest.approx(drafter.seconds(ONE, 5, 700, 4), rel=1e-12)
 
 

@@ -10,11 +10,11 @@ import pytest
 from forerun.plan import drafters
 from forerun.plan.acceptance import Acceptance
 from forerun.plan.deployment import Deployment
-from forerun.plan.derivation import evaluate
 from forerun.plan.explain_speculate import explain_speedup
 from forerun.plan.hardware import Efficiency, Hardware
 from forerun.plan.shapes import Experts, ModelShape
 from forerun.plan.speculate import Proposal, price
+from reference.derivations import evaluated
 
 GPU = Hardware(name="gpu", flops={"bf16": 1e15}, bandwidth=3.3e12, memory=80e9, link=4e11, link_us=8)
 DENSE = ModelShape(
@@ -46,14 +46,7 @@ def test_every_line_follows_and_the_last_is_the_speedup(kind: str, efficiency: E
         point = price(shape.network, where, proposal, **case)
         assert derivation.lines[-1].symbol == "speedup"
         assert derivation.value == pytest.approx(point.speedup, rel=1e-12)
-        values: dict[str, float] = {}
-        for line in derivation.lines:
-            assert line.symbol not in values
-            if line.formula:
-                assert evaluate(line.formula, values) == line.value, line
-            else:
-                assert line.source, line
-            values[line.symbol] = line.value
+        values = evaluated(derivation.lines)
         for symbol, value in (
             ("tokens_per_step", point.tokens_per_step), ("plain_seconds", point.plain_seconds),
             ("verify_seconds", point.verify_seconds), ("draft_cost", point.draft_cost),

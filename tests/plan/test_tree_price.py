@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ from forerun.plan import drafters
 from forerun.plan.acceptance import Acceptance
 from forerun.plan.catalog import PlanCatalog
 from forerun.plan.deployment import Deployment
-from forerun.plan.derivation import Line, evaluate
 from forerun.plan.drafters import PricedDrafter
 from forerun.plan.hardware import Efficiency
 from forerun.plan.speculate import Proposal, TargetSteps, price
@@ -22,6 +20,7 @@ from forerun.plan.tree import PlannedTree, RankAcceptance, best_tree, tree_of
 from forerun.plan.tree_explain import explain_speedup, explain_tokens
 from forerun.plan.tree_price import TreePricer, batches_where, best_trees, tree_forwards
 from reference import draft_trees as reference
+from reference.derivations import evaluated
 
 BY_RANK = RankAcceptance.by_rank(0.6, 0.15, 0.06)
 CATALOG = PlanCatalog.load()
@@ -218,20 +217,11 @@ def test_experts_can_make_a_draft_pay_only_from_some_batch_on() -> None:
     assert 100 < last < 1000
 
 
-def check(lines: Sequence[Line]) -> None:
-    values: dict[str, float] = {}
-    for line in lines:
-        assert line.symbol not in values
-        if line.formula:
-            assert evaluate(line.formula, values) == line.value, line.symbol
-        values[line.symbol] = line.value
-
-
 def test_expected_tokens_are_derived() -> None:
     acceptance = RankAcceptance(((0.6, 0.2), (0.5, 0.1, 0.05)))
     tree = best_tree(acceptance, 12)
     derivation = explain_tokens(tree, acceptance)
-    check(derivation.lines)
+    evaluated(derivation.lines)
     assert derivation.value == tree.expected_tokens
     assert derivation.lines[-1].symbol == "expected_tokens"
     assert explain_tokens(EMPTY, acceptance).value == 1
@@ -243,7 +233,7 @@ def test_the_speedup_is_derived(drafter: PricedDrafter, nodes: int) -> None:
     tree = best_tree(BY_RANK, nodes, depth=4)
     point = pricer(drafter).price(tree, 32, 1000)
     derivation = explain_speedup(TARGET.network, WHERE, drafter, tree, BY_RANK, batch=32, context=1000)
-    check(derivation.lines)
+    evaluated(derivation.lines)
     assert derivation.value == pytest.approx(point.speedup, rel=1e-12)
     values = {line.symbol: line.value for line in derivation.lines}
     assert values["draft_seconds"] == pytest.approx(point.draft_seconds, rel=1e-12)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from forerun.engine.steptime import StepTimes
 
 
@@ -23,12 +25,6 @@ class PromptShare:
 
     def tokens(self, n_decodes: int, most: int) -> int:
         """Prompt tokens that fit beside `n_decodes` decoding requests, 1 to `most`."""
-        limit = self.slowdown * self.times.seconds(n_decodes)
-        good, bad = 1, most + 1
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            if self.times.seconds(n_decodes + middle) <= limit:
-                good = middle
-            else:
-                bad = middle
-        return good
+        seconds = self.times.seconds
+        sizes = range(n_decodes + 1, n_decodes + most + 1)
+        return max(1, bisect_right(sizes, self.slowdown * seconds(n_decodes), key=seconds))

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
@@ -202,9 +202,7 @@ async def _answer(request: Request, answer: Answer, stream: bool) -> Response:
     return StreamingResponse(all_events(), media_type=_STREAM, headers={"Cache-Control": "no-cache"})
 
 
-async def _unless_gone(
-    request: Request, work: Coroutine[Any, Any, Any] | Awaitable[Any], cancel: Callable[[], None]
-) -> Any:
+async def _unless_gone(request: Request, work: Awaitable[Any], cancel: Callable[[], None]) -> Any:
     """What `work` gives, or None if the client goes away before; then the work is cancelled."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(request))
@@ -252,17 +250,13 @@ def _tokenized(service: Service, body: TokenizeRequest) -> dict[str, Any]:
         "count": len(ids), "max_model_len": service.driver.engine.max_model_len, "tokens": ids,
     }  # fmt: skip
     if body.return_token_strs:
-        found["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", errors="replace") for token in ids]
+        found["token_strs"] = [service.logprobs.text(token) for token in ids]
     return found
 
 
 def _detokenized(service: Service, body: DetokenizeRequest) -> dict[str, Any]:
     service.check_model(body.model)
-    size = service.tokenizer.vocab_size
-    wrong = next((token for token in body.tokens if not 0 <= token < size), None)
-    if wrong is not None:
-        raise ApiError(400, f"token {wrong} is not allowed; expected 0 to {size - 1}", param="tokens")
-    return {"prompt": service.tokenizer.decode(body.tokens, skip_special=False)}
+    return {"prompt": service.decoded(body.tokens, "tokens")}
 
 
 def _error_response(error: ApiError) -> Response:

@@ -50,7 +50,7 @@ def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 class Logprobs:
-    """Log-probabilities as clients read them."""
+    """Tokens and their log-probabilities as clients read them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -72,26 +72,25 @@ class Logprobs:
         """For text completions: parallel lists; `offset` is where the first token's text begins."""
         tokens, offsets = [], []
         for entry in entries:
-            text = self._text(entry.token_id)
+            text = self.text(entry.token_id)
             tokens.append(text)
             offsets.append(offset)
             offset += len(text)
         return {
             "tokens": tokens,
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [
-                {self._text(token): _finite(logprob) for token, logprob in entry.top} for entry in entries
-            ],
+            "top_logprobs": [{self.text(token): _finite(logprob) for token, logprob in entry.top} for entry in entries],
             "text_offset": offsets,
         }
 
-    def _text(self, token: int) -> str:
+    def text(self, token: int) -> str:
+        """A token by itself; U+FFFD stands for bytes that are no whole character."""
         return self._tokenizer.token_bytes(token).decode("utf-8", errors="replace")
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token)
         return {
-            "token": data.decode("utf-8", errors="replace"),
+            "token": self.text(token),
             "logprob": _finite(logprob),
             "bytes": list(data),
         }

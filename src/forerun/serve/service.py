@@ -36,7 +36,7 @@ class Service:
         self.names = (name, *aliases)
         self.tool_format = tool_format
         self.created = int(time.time())
-        self._logprobs = Logprobs(self.tokenizer)
+        self.logprobs = Logprobs(self.tokenizer)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -68,17 +68,18 @@ class Service:
         """Parameters, prompts and what is echoed of them; may take a while."""
         asked = completion_params(request)
         prompts = self._prompts(request.prompt)
-        return asked, prompts, [self._echo(ids) for ids in prompts] if request.echo else []
+        return asked, prompts, [self.decoded(ids, "prompt") for ids in prompts] if request.echo else []
 
     def _conversation(self, request: ChatCompletionRequest) -> tuple[Asked, list[int]]:
         """Parameters and prompt; may take a while."""
         return chat_params(request, self.tool_format), self.chat_ids(request)
 
-    def _echo(self, ids: Sequence[int]) -> str:
+    def decoded(self, ids: Sequence[int], param: str) -> str:
+        """The text of tokens that a client sent as `param`. Raises ApiError for what is no token."""
         size = self.tokenizer.vocab_size
         wrong = next((token for token in ids if not 0 <= token < size), None)
         if wrong is not None:
-            raise ApiError(400, f"token {wrong} is not allowed; expected 0 to {size - 1}", param="prompt")
+            raise ApiError(400, f"token {wrong} is not allowed; expected 0 to {size - 1}", param=param)
         return self.tokenizer.decode(ids, skip_special=False)
 
     def chat_ids(self, request: ChatCompletionRequest) -> list[int]:
@@ -275,12 +276,12 @@ class CompletionAnswer(Answer):
     def delta(self, index: int, piece: Piece) -> tuple[dict[str, Any] | None, dict[str, Any] | None, str | None]:
         logprobs = None
         if piece.logprobs:
-            logprobs = self.service._logprobs.completion(piece.logprobs, self._offsets.get(index, 0))
+            logprobs = self.service.logprobs.completion(piece.logprobs, self._offsets.get(index, 0))
             self._offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
         return ({"text": str(piece)} if piece else None), logprobs, finish_reason(piece)
 
     def choice(self, index: int, which: int, sample: RequestOutput) -> dict[str, Any]:
-        logprobs = self.service._logprobs.completion(sample.logprobs, 0) if sample.logprobs else None
+        logprobs = self.service.logprobs.completion(sample.logprobs, 0) if sample.logprobs else None
         text = (self.echoes[which] if self.echoes else "") + sample.text
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason(sample)}
 
@@ -304,7 +305,7 @@ class ChatAnswer(Answer):
         return {"role": "assistant", "content": ""}
 
     def delta(self, index: int, piece: Piece) -> tuple[dict[str, Any] | None, dict[str, Any] | None, str | None]:
-        logprobs = self.service._logprobs.chat(piece.logprobs) if piece.logprobs else None
+        logprobs = self.service.logprobs.chat(piece.logprobs) if piece.logprobs else None
         tools = self._tools.get(index)
         if tools is None:
             return ({"content": str(piece)} if piece else None), logprobs, finish_reason(piece)
@@ -321,7 +322,7 @@ class ChatAnswer(Answer):
             if calls:
                 message["content"] = content or None
                 message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
-        logprobs = self.service._logprobs.chat(sample.logprobs) if sample.logprobs else None
+        logprobs = self.service.logprobs.chat(sample.logprobs) if sample.logprobs else None
         return {
             "index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason(sample, n_calls),
         }  # fmt: skip
