@@ -390,16 +390,16 @@ def test_scores_that_are_no_numbers_end_one_request_alone(engine: Engine, monkey
     go(work)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("planted"), BaseException("planted")])
+@pytest.mark.parametrize("kind", [RuntimeError, BaseException])
 def test_one_step_that_fails_is_not_noticed(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
     [expected] = engine.generate([PROMPT], LONG)
     forward, calls = engine.executor.forward, iter(range(10**9))
 
     def failing(*arguments: Any) -> Any:
         if next(calls) % 5 == 3:
-            raise error
+            raise kind("planted")
         return forward(*arguments)
 
     monkeypatch.setattr(engine.executor, "forward", failing)
@@ -454,15 +454,15 @@ def test_an_engine_that_is_broken_answers_everyone_and_goes_on(engine: Engine, m
     go(work)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("planted"), BaseException("planted")])
+@pytest.mark.parametrize("kind", [RuntimeError, BaseException])
 def test_a_submission_that_fails_ends_that_request(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     submit = engine.submit
 
     def failing(prompt: Any, *arguments: Any, **options: Any) -> Any:
         if prompt == [99]:
-            raise error
+            raise kind("planted")
         return submit(prompt, *arguments, **options)
 
     monkeypatch.setattr(engine, "submit", failing)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -84,91 +84,125 @@ def create_app(service: Service, metrics: Metrics, settings: Settings | None = N
     """The application around a service whose driver runs and tells `metrics`."""
     settings = settings or Settings()
     app = FastAPI(title="Forerun", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
+    app.state.service = service
+    app.state.metrics = metrics
     app.add_middleware(Gate, settings=settings)
-
-    async def refused(_: Request, error: Exception) -> Response:
-        return _error_response(api_error(error))
-
-    async def unprocessable(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return _error_response(_validation_error(error))
-
-    async def http(_: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return _error_response(ApiError(error.status_code, str(error.detail)))
-
-    async def broken(request: Request, error: Exception) -> Response:
-        LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return _error_response(api_error(error))
-
-    app.add_exception_handler(ApiError, refused)
-    app.add_exception_handler(ForerunError, refused)
-    app.add_exception_handler(RequestValidationError, unprocessable)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, broken)
-
-    @app.get("/health")
-    async def health() -> Response:
-        """Whether the engine's thread runs."""
-        if not service.driver.alive or service.driver.failure is not None:
-            raise ApiError(503, "the engine has stopped", kind="server_error")
-        return JSONResponse({"status": "ok"})
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        """Whether new requests are taken."""
-        if not service.driver.accepting:
-            raise ApiError(503, "shutting down", kind="server_error", code="shutting_down")
-        return JSONResponse({"status": "ready"})
-
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metric() -> Response:
-        """Counts and times for Prometheus."""
-        return Response(await asyncio.to_thread(metrics.text), media_type=CONTENT_TYPE)
-
-    @app.get("/status.json")
-    async def status_json(since: int = 0) -> Response:
-        """What the status page shows: now, and each second after `since` (seconds since 1970) that had a step."""
-        driver = service.driver
-        metrics.refresh()
-        body = status(driver.engine, metrics.history, service.name, accepting=driver.accepting, since=since)
-        return JSONResponse(body, headers={"Cache-Control": "no-store"})
-
+    app.add_exception_handler(ApiError, _refused)
+    app.add_exception_handler(ForerunError, _refused)
+    app.add_exception_handler(RequestValidationError, _unprocessable)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _broken)
+    app.include_router(_ROUTER)
     for path in PAGE_FILES:
         app.add_api_route(path, _page(path), include_in_schema=False)
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        """The model that is served."""
-        return JSONResponse({"object": "list", "data": [_model(service)]})
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        """One model."""
-        service.check_model(name)
-        return JSONResponse(_model(service))
-
-    @app.post("/v1/completions", responses=_WHOLE_OR_STREAM)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continues prompts."""
-        return await _answer(request, await service.complete(body), bool(body.stream))
-
-    @app.post("/v1/chat/completions", responses=_WHOLE_OR_STREAM)
-    async def chat(body: ChatCompletionRequest, request: Request) -> Response:
-        """Answers a conversation."""
-        return await _answer(request, await service.chat(body), bool(body.stream))
-
-    @app.post("/v1/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
-        """The tokens of a text or a conversation."""
-        return JSONResponse(await asyncio.to_thread(_tokenized, service, body))
-
-    @app.post("/v1/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
-        """The text of tokens."""
-        return JSONResponse(await asyncio.to_thread(_detokenized, service, body))
-
     return app
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    return _error_response(api_error(error))
+
+
+async def _unprocessable(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return _error_response(_validation_error(error))
+
+
+async def _http(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error_response(ApiError(error.status_code, str(error.detail)))
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return _error_response(api_error(error))
+
+
+# The endpoints are functions of the module, not of `create_app`: FastAPI keeps what it learns of a function for as long
+# as the process lives, and with it all that the function refers to.
+_ROUTER: Final = APIRouter()
+
+
+def _service(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+def _metrics(request: Request) -> Metrics:
+    metrics = request.app.state.metrics
+    assert isinstance(metrics, Metrics)
+    return metrics
+
+
+@_ROUTER.get("/health")
+async def health(request: Request) -> Response:
+    """Whether the engine's thread runs."""
+    driver = _service(request).driver
+    if not driver.alive or driver.failure is not None:
+        raise ApiError(503, "the engine has stopped", kind="server_error")
+    return JSONResponse({"status": "ok"})
+
+
+@_ROUTER.get("/ready")
+async def ready(request: Request) -> Response:
+    """Whether new requests are taken."""
+    if not _service(request).driver.accepting:
+        raise ApiError(503, "shutting down", kind="server_error", code="shutting_down")
+    return JSONResponse({"status": "ready"})
+
+
+@_ROUTER.get("/metrics", response_class=PlainTextResponse)
+async def metric(request: Request) -> Response:
+    """Counts and times for Prometheus."""
+    return Response(await asyncio.to_thread(_metrics(request).text), media_type=CONTENT_TYPE)
+
+
+@_ROUTER.get("/status.json")
+async def status_json(request: Request, since: int = 0) -> Response:
+    """What the status page shows: now, and each second after `since` (seconds since 1970) that had a step."""
+    service, metrics = _service(request), _metrics(request)
+    driver = service.driver
+    metrics.refresh()
+    body = status(driver.engine, metrics.history, service.name, accepting=driver.accepting, since=since)
+    return JSONResponse(body, headers={"Cache-Control": "no-store"})
+
+
+@_ROUTER.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The model that is served."""
+    return JSONResponse({"object": "list", "data": [_model(_service(request))]})
+
+
+@_ROUTER.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> Response:
+    """One model."""
+    service = _service(request)
+    service.check_model(name)
+    return JSONResponse(_model(service))
+
+
+@_ROUTER.post("/v1/completions", responses=_WHOLE_OR_STREAM)
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continues prompts."""
+    return await _answer(request, await _service(request).complete(body), bool(body.stream))
+
+
+@_ROUTER.post("/v1/chat/completions", responses=_WHOLE_OR_STREAM)
+async def chat(body: ChatCompletionRequest, request: Request) -> Response:
+    """Answers a conversation."""
+    return await _answer(request, await _service(request).chat(body), bool(body.stream))
+
+
+@_ROUTER.post("/v1/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """The tokens of a text or a conversation."""
+    return JSONResponse(await asyncio.to_thread(_tokenized, _service(request), body))
+
+
+@_ROUTER.post("/v1/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """The text of tokens."""
+    return JSONResponse(await asyncio.to_thread(_detokenized, _service(request), body))
 
 
 def _page(path: str) -> Callable[[], Awaitable[Response]]:

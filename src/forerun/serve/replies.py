@@ -13,10 +13,16 @@ from forerun.serve.ids import call_id
 
 DONE: Final = b"data: [DONE]\n\n"
 
+# Line ends to Python's str.splitlines and what is built on it (httpx's aiter_lines), though not to the event stream.
+_LINE_ENDS: Final = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
+
 
 def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """One server-sent event: one line, also to a reader that ends lines where Unicode does."""
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    if not text.isascii():
+        text = text.translate(_LINE_ENDS)
+    return b"data: " + text.encode() + b"\n\n"
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
