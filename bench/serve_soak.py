@@ -409,13 +409,18 @@ def left_behind(server: Server, threads: int) -> list[str]:
     return found
 
 
-def soak(model: str, asked: Sequence[Request], clients: int, most: float | None, options: Sequence[str]) -> list[str]:
-    """Everything that went wrong; prints counts. most: growth of resident memory; None: not looked at."""
+def soak(
+    model: str, asked: Sequence[Request], clients: int, warm_up: int, most: float | None, options: Sequence[str]
+) -> list[str]:
+    """Everything that went wrong; prints counts.
+
+    warm_up: requests before those that are looked at. most: growth of resident memory; None: not looked at.
+    """
     problems: list[str] = []
     with serving(model, *options) as server:
         print(shlex.join(server.command))
-        # What is made once: pools of threads, what all grammars share, connections.
-        asyncio.run(load(server, requests(3 * clients, seed=99), clients))
+        # What is made once: pools of threads, what all grammars share, connections; and the bounded caches get full.
+        asyncio.run(load(server, requests(warm_up, seed=99), clients))
         threads = server.threads
         seen = asyncio.run(load(server, asked, clients))
         problems += left_behind(server, threads)
@@ -453,16 +458,24 @@ def main() -> None:
     parser.add_argument("-m", "--model", required=True, help="catalog name or path")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--warm-up", type=int, default=300, help="requests before those that are looked at")
     parser.add_argument("--seed", type=int, default=1, help="of the mixture")
     parser.add_argument("--growth", type=float, default=0.02, help="of resident memory that is allowed")
     parser.add_argument("--kv-tokens", type=int, default=8192, help="of the server; few make it preempt")
     parser.add_argument("--max-rows", type=int, default=16, help="of the server")
+    parser.add_argument(
+        "--shared-mib",
+        type=float,
+        default=1,
+        help="of the server: few, so that remembered texts soon take all they may",
+    )
     arguments = parser.parse_args()
-    if min(arguments.requests, arguments.clients) < 1:
-        parser.error("--requests and --clients must be at least 1")
+    if min(arguments.requests, arguments.clients, arguments.warm_up) < 1:
+        parser.error("--requests, --clients and --warm-up must be at least 1")
     options = ["--kv-tokens", str(arguments.kv_tokens), "--max-rows", str(arguments.max_rows)]
+    options += ["--shared-mib", str(arguments.shared_mib)]
     asked = requests(arguments.requests, arguments.seed)
-    problems = soak(arguments.model, asked, arguments.clients, arguments.growth, options)
+    problems = soak(arguments.model, asked, arguments.clients, arguments.warm_up, arguments.growth, options)
     for problem in problems[:20]:
         print(problem, file=sys.stderr)
     if problems:

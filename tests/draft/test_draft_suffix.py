@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from math import exp, inf, nan
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from forerun import SamplingParams, _native
+from forerun import Engine, SamplingParams, _native
 from forerun.draft import DraftRow, DraftTree
 from forerun.draft.doubt import MOST, RATE, updated_doubt
 from forerun.draft.suffix import ESCAPES, LENGTHS, SHARED_WEIGHT, SuffixDrafter, scope_key
@@ -420,3 +421,12 @@ def test_native_values_are_checked() -> None:
         _native.propose_suffix(_native.SuffixText([1, 2]), None, b"", 8, rule)
     with pytest.raises(ValueError, match="different lengths"):
         _native.propose_suffix(text, _native.SuffixStore([1, 2], SMALL), b"", 8, rule)
+
+
+@pytest.mark.parametrize(("size", "capacity"), [(0, None), (1 << 20, 1 << 20)])
+def test_an_engine_says_how_much_is_remembered(tiny: Path, size: int, capacity: int | None) -> None:
+    engine = Engine(tiny, kv_tokens=256, threads=1, cache_weights=False, draft_len=4, shared_bytes=size)
+    assert engine.speculator is not None
+    drafter = engine.speculator.drafter
+    assert isinstance(drafter, SuffixDrafter)
+    assert (drafter.store.max_bytes if drafter.store is not None else None) == capacity

@@ -314,6 +314,8 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"threads": 257}, "threads=257"),
     ({"threads": 1.0}, "threads=1.0"),
     ({"threads": True}, "threads=True"),
+    ({"shared_bytes": -1}, "shared_bytes=-1 is not allowed; expected"),
+    ({"shared_bytes": 1000}, "shared_bytes must be at least 65536, got 1000"),
     ({"max_rows": 0}, "max_rows=0 is not allowed; expected"),
     ({"max_rows": 5000}, "max_rows=5000"),
     ({"max_rows": 8, "max_step_tokens": 7}, r"max_step_tokens \(7\) must be at least max_rows \(8\).*raise"),

@@ -78,7 +78,13 @@ def draft_context(target: PlainModel, draft: Path, **changes: Any) -> DraftConte
     }  # fmt: skip
     settings |= changes
     return DraftContext(
-        argument=str(draft), config=target.config, tokenizer=target.tokenizer, threads=1, cache=None, **settings
+        shared_bytes=1 << 20,
+        argument=str(draft),
+        config=target.config,
+        tokenizer=target.tokenizer,
+        threads=1,
+        cache=None,
+        **settings,
     )
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import time
+import weakref
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from forerun import Engine
 from reference.live_server import LiveServer
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
@@ -160,3 +164,16 @@ def test_metrics_count_what_was_done(server: LiveServer) -> None:
     accepted = grown("vllm:spec_decode_num_accepted_tokens_total")
     assert 0 <= accepted <= grown("vllm:spec_decode_num_draft_tokens_total")
     assert grown("forerun:steps_total") <= 20
+
+
+def test_a_server_that_ended_is_freed(served: Path) -> None:
+    """Libraries keep endpoint functions for as long as the process lives; engines must not hang on them."""
+    engine = Engine(served, kv_tokens=256, threads=1, cache_weights=False, draft_len=4)
+    with LiveServer(engine) as live:
+        assert httpx.get(live.url + "/v1/models").status_code == 200
+        assert httpx.get(live.url + "/metrics").status_code == 200
+        httpx.post(live.url + "/v1/completions", json={"prompt": "a", "max_tokens": 2}).raise_for_status()
+    gone = weakref.ref(engine)
+    del engine, live
+    gc.collect()
+    assert gone() is None

@@ -96,7 +96,7 @@ def test_every_option_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
         for name in parameter.default.param_decls
     }
     table = [row for row in rows(section("## The life of a request")) if row[0].startswith("`--")]
-    assert len(table) == 9
+    assert len(table) == 10
     for name, default, _ in table:
         if defaults[name.strip("`")] is not None:
             assert default == f"{defaults[name.strip('`')]:g}", name

@@ -33,7 +33,7 @@ def test_mixed_requests_and_cancels(script: ModuleType, served: Path) -> None:
     """KV for 2,048 tokens and 32 clients: requests are preempted, too."""
     asked = script.requests(120, seed=5)
     assert sum(request.cancelled for request in asked) == 40
-    assert script.soak(str(served), asked, 32, None, OPTIONS) == []
+    assert script.soak(str(served), asked, 32, 96, None, OPTIONS) == []
 
 
 def test_the_same_seed_is_the_same_mixture(script: ModuleType) -> None:

@@ -36,6 +36,9 @@ def _serve(
     kv_tokens: int = typer.Option(32768, "--kv-tokens", help="Tokens of all requests together that KV has room for."),
     max_model_len: int | None = typer.Option(None, "--max-model-len", help="Longest prompt and answer."),
     max_rows: int = typer.Option(32, "--max-rows", help="Requests that run at once."),
+    shared_mib: float = typer.Option(
+        64.0, "--shared-mib", min=0, help="Most memory of finished texts that later drafts may copy; 0: keep none."
+    ),
     threads: int | None = typer.Option(None, "--threads", help="Native threads. [default: one per core]"),
     prompt_slowdown: float = typer.Option(
         1.8,
@@ -83,6 +86,7 @@ def _serve(
         engine = Engine(
             path, kv_tokens=kv_tokens, max_model_len=max_model_len, max_rows=max_rows, threads=threads,
             prompt_slowdown=None if prompt_slowdown == 0 else prompt_slowdown,
+            shared_bytes=int(shared_mib * (1 << 20)),
             **engine_options(draft, draft_len),
         )  # fmt: skip
         typer.echo(f"{options.names[0]}: {engine.max_model_len} tokens of context", err=True)

@@ -25,6 +25,7 @@ class DraftContext:
     config, tokenizer: the target's.
     kv_tokens, max_model_len, max_rows, max_step_tokens, threads: the engine's settings.
     cache: directory for packed weights; None: keep them in memory.
+    shared_bytes: the most memory of what is kept of finished texts for later requests; 0: nothing is kept.
     """
 
     argument: str
@@ -36,6 +37,7 @@ class DraftContext:
     max_step_tokens: int
     threads: int
     cache: Path | None
+    shared_bytes: int
 
 
 def _lookup(context: DraftContext) -> Drafter:  # noqa: ARG001
@@ -44,10 +46,10 @@ def _lookup(context: DraftContext) -> Drafter:  # noqa: ARG001
     return PromptLookup()
 
 
-def _suffix(context: DraftContext) -> Drafter:  # noqa: ARG001
+def _suffix(context: DraftContext) -> Drafter:
     from forerun.draft.suffix import SuffixDrafter
 
-    return SuffixDrafter()
+    return SuffixDrafter(shared=context.shared_bytes > 0, shared_bytes=context.shared_bytes)
 
 
 def _model(context: DraftContext) -> Drafter:
@@ -59,9 +61,8 @@ def _model(context: DraftContext) -> Drafter:
 def _combined(context: DraftContext) -> Drafter:
     from forerun.draft.combined import CombinedDrafter
     from forerun.draft.model import ModelDrafter
-    from forerun.draft.suffix import SuffixDrafter
 
-    return CombinedDrafter(SuffixDrafter(), ModelDrafter(context))
+    return CombinedDrafter(_suffix(context), ModelDrafter(context))
 
 
 _BUILT_IN: Mapping[str, tuple[Callable[[DraftContext], Drafter], bool]] = MappingProxyType(

@@ -92,7 +92,8 @@ class SuffixDrafter(CopyingDrafter):
             )
         if shared and shared_bytes < MIN_SHARED_BYTES:
             raise ConfigurationError(
-                f"shared_bytes must be at least {MIN_SHARED_BYTES}, got {shared_bytes}; shared=False keeps no texts"
+                f"shared_bytes must be at least {MIN_SHARED_BYTES}, got {shared_bytes}; shared=False (shared_bytes=0 "
+                "of an engine) keeps no texts"
             )
         super().__init__()
         self._rule = _native.SuffixRule(ESCAPES, SHARED_WEIGHT, min_survival, max_depth, own_limit, shared_limit)

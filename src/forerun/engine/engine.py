@@ -92,6 +92,8 @@ class Engine:
         draft_len: draft tokens per request and step; "auto" chooses them so that the expected speed is highest, from
             step times that the first start measures (about 2 s) and keeps beside the packed weights; with
             `cache_weights` off, every start measures.
+        shared_bytes: the most memory that finished texts may take which later requests' drafts copy from, at least
+            65,536; 0: none are kept. A `Drafter` that is handed over has its own.
 
     Output is a function of the model, prompt, parameters and seed alone: not of the other requests, of chunking,
     preemption or cached prefixes. Methods may be called from several threads; steps run one at a time.
@@ -114,12 +116,14 @@ class Engine:
         cache_weights: bool = True,
         draft: str | Drafter = "suffix",
         draft_len: int | Literal["auto"] = "auto",
+        shared_bytes: int = 64 << 20,
     ) -> None:
         kv_blocks = setting("kv_tokens", kv_tokens, BLOCK, 2**31 - BLOCK) // BLOCK
         max_rows = setting("max_rows", max_rows, 1, 4096)
         max_step_tokens = setting("max_step_tokens", max_step_tokens, 1, 1 << 16)
         if prompt_slowdown is not None and not 1 < prompt_slowdown < math.inf:
             raise ConfigurationError(f"prompt_slowdown={prompt_slowdown} is not allowed; expected above 1, or None")
+        shared_bytes = setting("shared_bytes", shared_bytes, 0, 1 << 40)
         factory = drafter_factory(draft)
         length = (
             None
@@ -183,6 +187,7 @@ class Engine:
                 max_step_tokens=max_step_tokens,
                 threads=self.executor.tape.threads,
                 cache=cache_dir() if cache_weights else None,
+                shared_bytes=shared_bytes,
             )
             self.speculator = self._speculator(factory, length, fingerprint, context)
         masks = StepMasks(self.config.vocab_size)
