@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -213,6 +214,30 @@ def test_what_can_not_be_compiled_says_why_and_is_remembered(
     assert str(errors[0]) == str(errors[1])
     assert errors[0] is not errors[1]
     assert (compiler.stats().failed, compiler.stats().hits, compiler.stats().cached) == (1, 1, 0)
+
+
+def test_a_refusal_holds_nothing_of_whom_it_was_told(make: Callable[..., GrammarCompiler]) -> None:
+    """It is kept for the next one who asks; a traceback in it would keep the frames of all who were told."""
+    compiler = make()
+    told = []
+
+    class Held:
+        pass
+
+    def ask() -> None:
+        held = Held()
+        told.append(weakref.ref(held))
+        with pytest.raises(InvalidConstraintError):
+            compiler.compile(Written("start: missing\n"))
+
+    for _ in range(3):
+        ask()
+    assert compiler.stats().hits == 2
+    deadline = time.monotonic() + 10
+    while any(held() for held in told) and time.monotonic() < deadline:
+        time.sleep(0.01)  # the compiling thread ends
+        gc.collect()
+    assert [held() for held in told] == [None] * 3
 
 
 def test_a_check_that_fails_is_raised_by_submit(make: Callable[..., GrammarCompiler]) -> None:

@@ -283,6 +283,7 @@ class _Work:
                 self._jobs.pop(job.constraint.key, None)
             self._queue.clear()
             self._cache.clear()
+            self._failures.clear()
             self._cached_bytes = 0
         atexit.unregister(self.leave)
         for future in waiting:
@@ -378,7 +379,8 @@ class _Work:
             else:
                 self._failed += not job.late
                 if isinstance(outcome, InvalidConstraintError) and threading.current_thread() in self._running:
-                    self._failures[key] = outcome
+                    # Not the error itself: its traceback holds what its raisers and receivers held.
+                    self._failures[key] = _again(outcome)
                     if len(self._failures) > MAX_FAILURES:
                         self._failures.popitem(last=False)
             if threading.current_thread() in self._running:
