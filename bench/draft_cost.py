@@ -6,7 +6,7 @@
 - proposal: one call of `propose` for one row after one more token, the usual case of decoding; it includes the token's
   way into the index. Prompt lookup at 32,768 tokens of context, suffix at 8,192 without a shared store and
   with one filled to its cap by texts that are shuffled pieces of the same tokens, so that nearly every context has many
-  occurrences.
+  occurrences. With --model, also without a store and with the words that begin like the one being written.
 - append: per token, when a whole prompt arrives at once.
 - free: one finished text of the context's length put into the full store, where others must leave for it.
 
@@ -31,6 +31,7 @@ from forerun.draft.base import Drafter, DraftRow
 from forerun.draft.lookup import PromptLookup
 from forerun.draft.suffix import SuffixDrafter
 from forerun.errors import ForerunError
+from forerun.models.tokenizer import Tokenizer
 
 LOOKUP_CONTEXT = 32_768
 SUFFIX_CONTEXT = 8_192
@@ -51,8 +52,8 @@ def strings(value: object) -> Iterator[str]:
         yield from strings(list(value.values()))
 
 
-def real_tokens(model: str, files: list[Path]) -> list[int]:
-    """The files' texts in the model's tokens."""
+def real_tokens(model: str, files: list[Path]) -> tuple[Tokenizer, list[int]]:
+    """The model's tokenizer, and the files' texts in its tokens."""
     from forerun.models.download import resolve
     from forerun.models.source import open_model
 
@@ -62,7 +63,7 @@ def real_tokens(model: str, files: list[Path]) -> list[int]:
     random.Random(1).shuffle(texts)
     with open_model(resolve(model)) as source:
         tokenizer = source.tokenizer()
-        return [token for text in texts for token in tokenizer.encode_plain(text + "\n")]
+        return tokenizer, [token for text in texts for token in tokenizer.encode_plain(text + "\n")]
 
 
 def markov_tokens(n: int) -> list[int]:
@@ -123,8 +124,12 @@ def main() -> None:
         parser.error("--model and --data go together")
     if arguments.texts < 2 or arguments.repeats < 1:
         parser.error("--texts must be at least 2 and --repeats at least 1")
+    tokenizer = None
     try:
-        tokens = real_tokens(arguments.model, arguments.data) if arguments.model else markov_tokens(1_000_000)
+        if arguments.model:
+            tokenizer, tokens = real_tokens(arguments.model, arguments.data)
+        else:
+            tokens = markov_tokens(1_000_000)
     except OSError as error:
         sys.exit(f"draft_cost: {error.filename} can't be read: {error.strerror}")
     except (ForerunError, ValueError) as error:
@@ -139,6 +144,10 @@ def main() -> None:
     alone = SuffixDrafter(shared=False)
     print("suffix without a shared store")
     measure(alone, tokens, SUFFIX_CONTEXT, arguments.repeats, arguments.texts)
+    if tokenizer is not None:
+        print("suffix with words, without a shared store")
+        words = SuffixDrafter(shared=False, tokenizer=tokenizer)
+        measure(words, tokens, SUFFIX_CONTEXT, arguments.repeats, arguments.texts)
     drafter = SuffixDrafter()
     store = drafter.store
     assert store is not None

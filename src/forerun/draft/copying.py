@@ -48,16 +48,16 @@ class CopyingDrafter(Drafter):
         text = state.text
         text.follow(row.tokens)
         if not row.ahead:
-            return self._draft(state, row.budget)
+            return self._draft(state, row)
         text.follow([*row.tokens, *row.ahead])
         try:
-            return self._draft(state, row.budget)
+            return self._draft(state, row)
         finally:
             text.truncate(len(row.tokens))
 
     @abstractmethod
-    def _draft(self, state: CopyState, budget: int) -> DraftTree:
-        """What may follow the request's text."""
+    def _draft(self, state: CopyState, row: DraftRow) -> DraftTree:
+        """What may follow the request's text, which its index has, the tokens ahead included."""
 
     def observe(self, key: int, tree: DraftTree, accepted: Sequence[int]) -> None:
         """The request's doubt follows what became of its drafts; trees of other drafters teach nothing."""

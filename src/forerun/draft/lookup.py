@@ -13,7 +13,7 @@ bytes per token, and 8 to 12 for each match length.
 from __future__ import annotations
 
 from forerun import _native
-from forerun.draft.base import MAX_NODES, NO_DRAFT, DraftTree
+from forerun.draft.base import MAX_NODES, NO_DRAFT, DraftRow, DraftTree
 from forerun.draft.copying import CopyingDrafter, CopyState
 from forerun.errors import ConfigurationError
 
@@ -56,8 +56,8 @@ class PromptLookup(CopyingDrafter):
         """A request starts. Its scope doesn't matter: nothing is shared."""
         self._states[key] = CopyState(_native.SuffixText(self._lengths))
 
-    def _draft(self, state: CopyState, budget: int) -> DraftTree:
-        tokens, match = state.text.latest(min(budget, self._max_draft))
+    def _draft(self, state: CopyState, row: DraftRow) -> DraftTree:
+        tokens, match = state.text.latest(min(row.budget, self._max_draft))
         if not tokens:
             return NO_DRAFT
         escape = _ESCAPE * state.doubt

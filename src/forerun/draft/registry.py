@@ -49,7 +49,8 @@ def _lookup(context: DraftContext) -> Drafter:  # noqa: ARG001
 def _suffix(context: DraftContext) -> Drafter:
     from forerun.draft.suffix import SuffixDrafter
 
-    return SuffixDrafter(shared=context.shared_bytes > 0, shared_bytes=context.shared_bytes)
+    shared = context.shared_bytes
+    return SuffixDrafter(shared=shared > 0, shared_bytes=shared, tokenizer=context.tokenizer)
 
 
 def _model(context: DraftContext) -> Drafter:

@@ -32,13 +32,16 @@ the same instructions before every request nor a conversation that comes back lo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from hashlib import blake2b
 
 from forerun import _native
-from forerun.draft.base import MAX_NODES, NO_DRAFT, DraftTree
+from forerun.draft.base import MAX_NODES, NO_DRAFT, DraftRow, DraftTree
 from forerun.draft.copying import CopyingDrafter, CopyState
+from forerun.draft.words import Copy, WordCopies
 from forerun.errors import ConfigurationError
+from forerun.models.tokenizer import Tokenizer
 
 LENGTHS = (1, 2, 4, 8, 16)
 """Context lengths that are indexed, in tokens."""
@@ -50,6 +53,9 @@ percent."""
 
 SHARED_WEIGHT = 0.5
 """An occurrence in a finished text counts as this many in the request's own."""
+
+WORDS = "words"
+"""Names the proposals of `forerun.draft.words`, as a drafter's name does."""
 
 MIN_SHARED_BYTES = 1 << 16
 """The smallest store: less doesn't hold a page of text for every list that it needs."""
@@ -65,6 +71,8 @@ class SuffixDrafter(CopyingDrafter):
         min_survival: a node is proposed if its estimated probability of being reached and accepted is at least this.
         max_depth: the longest path of a tree, 1 to 63.
         own_limit, shared_limit: occurrences that a proposal may use, of the own text and of the store.
+        tokenizer: the target's, to look words up that the prompt has in other tokens, too (`forerun.draft.words`): a
+            chain of the drafter "words", where it is believed more than the tree. None: tokens only.
 
     Raises:
         ConfigurationError: a value is out of its range.
@@ -81,6 +89,7 @@ class SuffixDrafter(CopyingDrafter):
         max_depth: int = MAX_NODES,
         own_limit: int = 64,
         shared_limit: int = 32,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         if not 0 < min_survival <= 1:
             raise ConfigurationError(f"min_survival must be above 0 and at most 1, got {min_survival}")
@@ -98,6 +107,8 @@ class SuffixDrafter(CopyingDrafter):
         super().__init__()
         self._rule = _native.SuffixRule(ESCAPES, SHARED_WEIGHT, min_survival, max_depth, own_limit, shared_limit)
         self._store = _native.SuffixStore(LENGTHS, shared_bytes) if shared else None
+        self._tokenizer = tokenizer
+        self._words: dict[int, WordCopies] = {}
 
     @property
     def store(self) -> _native.SuffixStore | None:
@@ -107,23 +118,54 @@ class SuffixDrafter(CopyingDrafter):
     def begin(self, key: int, scope: str | None) -> None:
         """A request starts; it sees finished texts of `scope` only."""
         self._states[key] = CopyState(_native.SuffixText(LENGTHS), scope_key(scope))
+        if self._tokenizer is not None:
+            self._words[key] = WordCopies(self._tokenizer)
 
-    def _draft(self, state: CopyState, budget: int) -> DraftTree:
+    def _draft(self, state: CopyState, row: DraftRow) -> DraftTree:
+        budget = min(row.budget, MAX_NODES)
         tokens, parents, confidence = _native.propose_suffix(
-            state.text, self._store, state.scope, min(budget, MAX_NODES), self._rule, state.doubt
+            state.text, self._store, state.scope, budget, self._rule, state.doubt
         )
+        words = self._words.get(row.key)
+        if words is not None:
+            copy = self._copy(words, row, budget, confidence[0] if confidence else 0.0)
+            if copy is not None:
+                return DraftTree.chain(copy.tokens, copy.confidence, drafter=WORDS)
         return DraftTree(tokens, parents, confidence, drafter=self.name) if tokens else NO_DRAFT
+
+    def _copy(self, words: WordCopies, row: DraftRow, budget: int, least: float) -> Copy | None:
+        if words.ready:
+            return words.propose(row.tokens, row.ahead, budget, least)
+        began = time.perf_counter()
+        try:
+            return words.propose(row.tokens, row.ahead, budget, least)
+        finally:
+            self.setup_seconds += time.perf_counter() - began
+
+    def truncate(self, key: int, n_tokens: int) -> None:
+        """Forgets the request's tokens from `n_tokens` on."""
+        super().truncate(key, n_tokens)
+        if key in self._words:
+            self._words[key].truncate(n_tokens)
+
+    def fork(self, key: int, child: int) -> None:
+        """Copies what is kept for the request."""
+        super().fork(key, child)
+        if key in self._words:
+            self._words[child] = self._words[key].fork()
 
     def free(self, key: int, tokens: Sequence[int]) -> None:
         """Gives the request's index back and puts its text into the store."""
         scope = self._states[key].scope
         super().free(key, tokens)
+        self._words.pop(key, None)
         if self._store is not None:
             self._store.insert(scope, tokens)
 
     def close(self) -> None:
         """Gives everything back, finished texts included."""
         super().close()
+        self._words.clear()
         if self._store is not None:
             self._store.clear()
 
