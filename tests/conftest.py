@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from forerun.engine.auto import AutoPace
+from forerun.engine.fairness import PromptShare
 from forerun.engine.steptime import StepTimes
 from reference.pacing import AVX2, Machine
 from reference.tiny import TinySpec, write_tiny_gguf
@@ -33,4 +34,5 @@ def steady_times() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("forerun.engine.engine.step_times", lambda *_: StepTimes({n: 0.02 * t for n, t in AVX2.items()}))
         patch.setattr(AutoPace, "step", told)
+        patch.setattr(PromptShare, "observe", lambda *_: None)
         yield

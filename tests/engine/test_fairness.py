@@ -28,6 +28,41 @@ def test_the_share_is_the_most_that_keeps_the_bound(slowdown: float, n_decodes: 
     assert PromptShare(times, slowdown).tokens(n_decodes, most) == max(fitting, default=1)
 
 
+@given(
+    slowdown=st.floats(1.2, 8), n_decodes=st.integers(1, 32), plain=st.floats(0.5, 2), mixed=st.floats(0.5, 3),
+    level=st.floats(0.5, 2),
+)  # fmt: skip
+def test_the_bound_is_of_the_steps_that_were_seen(
+    slowdown: float, n_decodes: int, plain: float, mixed: float, level: float
+) -> None:
+    """A machine on which either kind of step takes another time than the table has, also if the table learns of it."""
+    times = StepTimes(TIMES)
+    share = PromptShare(times, slowdown)
+    truth = StepTimes(TIMES).seconds
+    for _ in range(60):
+        share.observe(n_decodes, 0, plain * truth(n_decodes))
+    times._level *= level
+    for _ in range(60):
+        n = share.tokens(n_decodes, 256)
+        share.observe(n_decodes + n, n, mixed * truth(n_decodes + n))
+    n = share.tokens(n_decodes, 256)
+    bound = slowdown * plain * truth(n_decodes)
+    assert n == 1 or mixed * truth(n_decodes + n) <= bound * 1.001
+    assert n == 256 or mixed * truth(n_decodes + n + 1) > bound * 0.999
+
+
+def test_steps_of_prompts_alone_and_accidents_teach_little() -> None:
+    times = StepTimes(TIMES)
+    share = PromptShare(times, 2.0)
+    for _ in range(50):
+        share.observe(4, 0, times.seconds(4))
+    expected = share.tokens(4, 512)
+    share.observe(100, 100, 9 * times.seconds(100))
+    assert share.tokens(4, 512) == expected
+    share.observe(4, 0, 1e9)
+    assert share.tokens(4, 512) <= expected * 1.2
+
+
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """Every plan from now on."""
     plans: list[StepPlan] = []

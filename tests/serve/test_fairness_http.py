@@ -43,7 +43,7 @@ def text_of(seen: list[Any]) -> str:
     return "".join(event["choices"][0]["text"] for event in seen if event != "[DONE]" and event.get("choices"))
 
 
-@pytest.mark.parametrize("slowdown", [1.5, None])
+@pytest.mark.parametrize("slowdown", [1.6, None])
 def test_a_long_prompt_comes_in_pieces_between_others_tokens(tmp_path: Path, slowdown: float | None) -> None:
     """A request that runs gets a token with each step of the 4,000-token prompt: at least as many as that has steps.
 

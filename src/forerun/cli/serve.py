@@ -41,7 +41,7 @@ def _serve(
     ),
     threads: int | None = typer.Option(None, "--threads", help="Native threads. [default: one per core]"),
     prompt_slowdown: float = typer.Option(
-        1.5,
+        1.6,
         "--prompt-slowdown",
         help="How many times as long steps may get by prompts; 0: no limit.",
     ),

@@ -195,7 +195,7 @@ class Engine:
         share = None
         if prompt_slowdown is not None:
             times = self._times(fingerprint, cache_dir() if cache_weights else None)
-            share = PromptShare(times, prompt_slowdown).tokens
+            share = PromptShare(times, prompt_slowdown)
         self.loop = Loop(self.scheduler, self.batch, self.executor, self.chooser, self.speculator, masks, share)
         weakref.finalize(self.loop, _close, self.compiler, masks).atexit = False
         if self.speculator is not None:

@@ -6,7 +6,7 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -17,6 +17,7 @@ from forerun.engine.awaited import AwaitedGrammars, wait_for_one
 from forerun.engine.batch import StepBatch
 from forerun.engine.beams import LiveBeam
 from forerun.engine.choose import Choice, Chooser, Walk
+from forerun.engine.fairness import PromptShare
 from forerun.engine.live import LiveRequest
 from forerun.engine.masks import StepMasks, grammar_failed
 from forerun.engine.request import FinishReason, RequestState, RowPlan, token_limit
@@ -74,7 +75,7 @@ class Loop:
         chooser: Chooser,
         speculator: Speculator | None,
         masks: StepMasks,
-        prompt_share: Callable[[int, int], int] | None = None,
+        prompt_share: PromptShare | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.batch = batch
@@ -196,7 +197,8 @@ class Loop:
         speculator, scheduler = self.speculator, self.scheduler
         # plan
         wishes = speculator.wishes(self._next_up()) if speculator else None
-        plan = scheduler.plan(wishes, self.prompt_share)
+        share = self.prompt_share
+        plan = scheduler.plan(wishes, None if share is None else share.tokens)
         for request in plan.preempted:
             self.batch.leave(request)
             self.preemptions += 1
@@ -257,6 +259,9 @@ class Loop:
         for live in lives:
             live.tally.seconds(seconds)
             live.grammar_seconds = 0.0
+        if share is not None:
+            n_prompt = sum(row.count for row in rows if row.count > 1 or not row.samples)
+            share.observe(len(step.tokens), n_prompt, seconds.forward)
         if speculator:
             speculator.step(len(step.tokens), seconds)
 
