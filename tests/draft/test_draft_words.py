@@ -272,9 +272,12 @@ def test_the_suffix_drafter_takes_what_is_believed_more(tokenizer: Tokenizer) ->
     [forked] = drafter.propose([DraftRow(1, text, 4, SamplingParams(), 0)])
     assert forked.tokens == tree.tokens
     drafter.free(1, text)
-    drafter.truncate(0, len(prompt))
-    drafter.free(0, prompt)
-    assert (drafter.n_requests, drafter._words) == (0, {})
+    drafter.truncate(0, 3)
+    rest = [*prompt[:3], *tokenizer.encode_plain(' "W')]
+    [tree] = drafter.propose([DraftRow(0, rest, 4, SamplingParams(), 0)])
+    assert tree.drafter != "words"  # the name is forgotten
+    drafter.free(0, rest)
+    assert (drafter.n_requests, drafter._states) == (0, {})
     plain = SuffixDrafter(shared=False)
     plain.begin(0, None)
     [tree] = plain.propose([DraftRow(0, text, 4, SamplingParams(), 0)])

@@ -8,17 +8,33 @@ from collections.abc import Sequence
 from forerun import _native
 from forerun.draft.base import Drafter, DraftRow, DraftTree
 from forerun.draft.doubt import updated_doubt
+from forerun.draft.words import WordCopies
 
 
 class CopyState:
-    """What is kept for one request: its text's index (of `lengths`), its scope's name in a store, and its doubt."""
+    """What is kept for one request: its text's index (of `lengths`), its scope's name in a store, its doubt, and the
+    words that it may copy, if that is done."""
 
-    __slots__ = ("doubt", "scope", "text")
+    __slots__ = ("doubt", "scope", "text", "words")
 
-    def __init__(self, text: _native.SuffixText, scope: bytes = b"", doubt: float = 1.0) -> None:
+    def __init__(
+        self, text: _native.SuffixText, scope: bytes = b"", doubt: float = 1.0, words: WordCopies | None = None
+    ) -> None:
         self.text = text
         self.scope = scope
         self.doubt = doubt
+        self.words = words
+
+    def fork(self) -> CopyState:
+        """The same for a request that continues like this one."""
+        words = None if self.words is None else self.words.fork()
+        return CopyState(self.text.copy(), self.scope, self.doubt, words)
+
+    def truncate(self, n_tokens: int) -> None:
+        """Forgets the request's tokens from `n_tokens` on."""
+        self.text.truncate(n_tokens)
+        if self.words is not None:
+            self.words.truncate(n_tokens)
 
 
 class CopyingDrafter(Drafter):
@@ -67,12 +83,11 @@ class CopyingDrafter(Drafter):
 
     def truncate(self, key: int, n_tokens: int) -> None:
         """Forgets the request's tokens from `n_tokens` on."""
-        self._states[key].text.truncate(n_tokens)
+        self._states[key].truncate(n_tokens)
 
     def fork(self, key: int, child: int) -> None:
-        """Copies the request's index."""
-        state = self._states[key]
-        self._states[child] = CopyState(state.text.copy(), state.scope, state.doubt)
+        """Copies what is kept for the request."""
+        self._states[child] = self._states[key].fork()
 
     def free(self, key: int, tokens: Sequence[int]) -> None:  # noqa: ARG002
         """Gives the request's index back."""

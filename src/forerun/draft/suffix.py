@@ -39,7 +39,7 @@ from hashlib import blake2b
 from forerun import _native
 from forerun.draft.base import MAX_NODES, NO_DRAFT, DraftRow, DraftTree
 from forerun.draft.copying import CopyingDrafter, CopyState
-from forerun.draft.words import Copy, WordCopies
+from forerun.draft.words import WordCopies
 from forerun.errors import ConfigurationError
 from forerun.models.tokenizer import Tokenizer
 
@@ -108,7 +108,6 @@ class SuffixDrafter(CopyingDrafter):
         self._rule = _native.SuffixRule(ESCAPES, SHARED_WEIGHT, min_survival, max_depth, own_limit, shared_limit)
         self._store = _native.SuffixStore(LENGTHS, shared_bytes) if shared else None
         self._tokenizer = tokenizer
-        self._words: dict[int, WordCopies] = {}
 
     @property
     def store(self) -> _native.SuffixStore | None:
@@ -117,55 +116,34 @@ class SuffixDrafter(CopyingDrafter):
 
     def begin(self, key: int, scope: str | None) -> None:
         """A request starts; it sees finished texts of `scope` only."""
-        self._states[key] = CopyState(_native.SuffixText(LENGTHS), scope_key(scope))
-        if self._tokenizer is not None:
-            self._words[key] = WordCopies(self._tokenizer)
+        words = None if self._tokenizer is None else WordCopies(self._tokenizer)
+        self._states[key] = CopyState(_native.SuffixText(LENGTHS), scope_key(scope), words=words)
 
     def _draft(self, state: CopyState, row: DraftRow) -> DraftTree:
         budget = min(row.budget, MAX_NODES)
         tokens, parents, confidence = _native.propose_suffix(
             state.text, self._store, state.scope, budget, self._rule, state.doubt
         )
-        words = self._words.get(row.key)
-        if words is not None:
-            copy = self._copy(words, row, budget, confidence[0] if confidence else 0.0)
+        if state.words is not None:
+            if not state.words.ready:
+                began = time.perf_counter()
+                state.words.read(row.tokens)
+                self.setup_seconds += time.perf_counter() - began
+            copy = state.words.propose(row.tokens, row.ahead, budget, confidence[0] if confidence else 0.0)
             if copy is not None:
                 return DraftTree.chain(copy.tokens, copy.confidence, drafter=WORDS)
         return DraftTree(tokens, parents, confidence, drafter=self.name) if tokens else NO_DRAFT
-
-    def _copy(self, words: WordCopies, row: DraftRow, budget: int, least: float) -> Copy | None:
-        if words.ready:
-            return words.propose(row.tokens, row.ahead, budget, least)
-        began = time.perf_counter()
-        try:
-            return words.propose(row.tokens, row.ahead, budget, least)
-        finally:
-            self.setup_seconds += time.perf_counter() - began
-
-    def truncate(self, key: int, n_tokens: int) -> None:
-        """Forgets the request's tokens from `n_tokens` on."""
-        super().truncate(key, n_tokens)
-        if key in self._words:
-            self._words[key].truncate(n_tokens)
-
-    def fork(self, key: int, child: int) -> None:
-        """Copies what is kept for the request."""
-        super().fork(key, child)
-        if key in self._words:
-            self._words[child] = self._words[key].fork()
 
     def free(self, key: int, tokens: Sequence[int]) -> None:
         """Gives the request's index back and puts its text into the store."""
         scope = self._states[key].scope
         super().free(key, tokens)
-        self._words.pop(key, None)
         if self._store is not None:
             self._store.insert(scope, tokens)
 
     def close(self) -> None:
         """Gives everything back, finished texts included."""
         super().close()
-        self._words.clear()
         if self._store is not None:
             self._store.clear()
 
