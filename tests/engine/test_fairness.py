@@ -114,6 +114,26 @@ def test_steps_with_decodes_keep_the_bound_and_texts_stay(
     assert beside > 5
 
 
+@pytest.mark.parametrize("draft", ["none", "suffix"])
+def test_the_share_is_told_of_every_step(tiny: Path, monkeypatch: pytest.MonkeyPatch, draft: str) -> None:
+    told: list[tuple[int, int, float]] = []
+    monkeypatch.setattr(PromptShare, "observe", lambda _, *step: told.append(step))
+    engine = Engine(
+        tiny, prompt_slowdown=2.0, threads=1, cache_weights=False, draft=draft, draft_len=3, max_rows=4,
+        max_step_tokens=128,
+    )  # fmt: skip
+    plans = planned(monkeypatch)
+    run(engine)
+    assert len(told) == len(plans) == engine.loop.steps
+    for (n_tokens, n_prompt, seconds), plan in zip(told, plans, strict=True):
+        assert n_prompt == sum(row.count for row in plan.rows if row.count > 1 or not row.samples)
+        least = sum(row.count for row in plan.rows)
+        assert least <= n_tokens <= least + sum(row.draft_count for row in plan.rows)
+        assert seconds > 0
+    assert any(0 < n_prompt < n_tokens for n_tokens, n_prompt, _ in told)
+    assert any(n_prompt == 0 for _, n_prompt, _ in told)
+
+
 def test_without_the_bound_a_prompt_comes_in_large_chunks(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = planned(monkeypatch)
     run(Engine(tiny, threads=1, cache_weights=False, draft="none", max_rows=4, max_step_tokens=128))
