@@ -26,7 +26,7 @@ struct QuantRows {
   int8_t* q;        // [T][K]
   float* scale;     // QK: [T][K/kActBlock]; Q32: [T][K/32]
   float* sum;       // Q32 only: [T][K/32], scale * sum of the block's q
-  int16_t* sum16;   // QK only: [T][K/16]
+  int16_t* start16; // QK only: [T][K/16][2], -32 * the sums of the q with k mod 4 < 2 and of the others
   int16_t* sum32;   // [T][K/32]
 };
 

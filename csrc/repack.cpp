@@ -1,7 +1,7 @@
 // Quants are laid out so that one vector load gives, for each of 16 columns, 4 consecutive k-values: the operand of
 // an 8-bit dot product. In a group of 32 k (8 quads), byte vector j holds quad 2j in its low nibbles and quad 2j+1 in
-// its high nibbles; the 5th bits follow as one vector (bit q of a byte belongs to quad q), the 5th and 6th bits as two
-// vectors (bits 2p, 2p+1 of vector h belong to quad 4h+p).
+// its high nibbles; the 5th bits follow as one vector (bit q of a byte belongs to quad q). Of 6-bit quants, every 4 quads
+// are three vectors: the first three quads in their low 6 bits, the fourth two bits at a time in their high 2 bits.
 #include "repack.hpp"
 
 #include <cstring>
@@ -33,12 +33,17 @@ void put(uint8_t* group, int c, int k, unsigned value, int bits) {
     group[64 * quad + lane] = uint8_t(value);
     return;
   }
+  if (bits == 6) {
+    uint8_t* three = group + layout::kSixes * (quad / 4) + lane;
+    if (quad % 4 < 3) {
+      three[64 * (quad % 4)] = uint8_t(three[64 * (quad % 4)] | value);
+      return;
+    }
+    for (int i = 0; i < 3; i++) three[64 * i] = uint8_t(three[64 * i] | ((value >> (2 * i)) & 3) << 6);
+    return;
+  }
   group[64 * (quad / 2) + lane] = uint8_t(group[64 * (quad / 2) + lane] | ((value & 15) << (quad % 2 ? 4 : 0)));
   if (bits == 5) group[layout::kNibbles + lane] = uint8_t(group[layout::kNibbles + lane] | ((value >> 4) << quad));
-  if (bits == 6) {
-    uint8_t* high = group + layout::kNibbles + 64 * (quad / 4) + lane;
-    *high = uint8_t(*high | ((value >> 4) << (2 * (quad % 4))));
-  }
 }
 
 void pack32(Type type, const uint8_t* row, int K, int c, uint8_t* tile) {

@@ -17,7 +17,7 @@ void pack_tile(Type type, const uint8_t* src, int N, int K, int tile, uint8_t* d
 namespace layout {
 constexpr int kNibbles = 256;  // 32 k x 16 columns x 4 bits
 constexpr int kHigh1 = 64;     // one more bit for each of them
-constexpr int kHigh2 = 128;    // two more bits
+constexpr int kSixes = 192;    // 16 k x 16 columns x 6 bits
 constexpr size_t pad64(size_t n) { return (n + 63) & ~size_t(63); }
 
 // Types with one scale per 32: all scales, then all minimums (where the type has them), then the groups.
@@ -32,7 +32,7 @@ constexpr size_t group32_offset(Type t, int K) { return pad64(size_t(K) / 32 * (
 // Q6_K: f16 d[16], 32 bytes of padding, i8 scale pairs [8][16][2], 8 groups.
 constexpr int kKScales = 64, kKMins = 192, kKGroups = 320;
 constexpr int group_k_bytes(Type t) {
-  return t == Type::Q6_K ? kNibbles + kHigh2 : t == Type::Q5_K ? kNibbles + kHigh1 : kNibbles;
+  return t == Type::Q6_K ? 2 * kSixes : t == Type::Q5_K ? kNibbles + kHigh1 : kNibbles;
 }
 constexpr int super_bytes(Type t) { return kKGroups + 8 * group_k_bytes(t); }
 }  // namespace layout

@@ -67,6 +67,8 @@ struct I {
   // Products of one quad of k, summed into a group's running sum.
   static B dot(B acc, B w, B x) { return _mm512_dpbusd_epi32(acc, w, x); }
   static B dot_first(B w, B x) { return _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, x); }
+  // The sum with which dots begin, from its two 16-bit halves (QuantRows::start16).
+  static B start(B pairs) { return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)); }
   // A group's sum times its per-column scale.
   static B finish(B acc, B scale) { return _mm512_mullo_epi32(acc, scale); }
   static B finish1(B acc) { return acc; }
@@ -183,6 +185,7 @@ struct I {
   static constexpr bool kSplitChain = false;
   static B dot(B acc, B w, B x) { return _mm256_dpbusd_avx_epi32(acc, w, x); }
   static B dot_first(B w, B x) { return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), w, x); }
+  static B start(B pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
   static B finish(B acc, B scale) { return _mm256_mullo_epi32(acc, scale); }
   static B finish1(B acc) { return acc; }
   static B even(B pairs) { return _mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 16); }
@@ -194,6 +197,7 @@ struct I {
   static constexpr bool kSplitChain = true;
   static B dot(B acc, B w, B x) { return keep(_mm256_add_epi16(acc, _mm256_maddubs_epi16(w, x))); }
   static B dot_first(B w, B x) { return keep(_mm256_maddubs_epi16(w, x)); }
+  static B start(B pairs) { return pairs; }
   // Stops the optimiser from moving all additions of a chain to its end: the products that wait would be spilled.
   static B keep(B sums) {
 #if defined(__OPTIMIZE__)
@@ -286,6 +290,7 @@ struct I {
     return acc;
   }
   static B dot_first(B w, B x) { return dot(zero(), w, x); }
+  static B start(B pairs) { for (int i = 0; i < 16; i++) pairs.i32[i] = pairs.i16[2 * i] + pairs.i16[2 * i + 1]; return pairs; }
   static B finish(B acc, B scale) { for (int i = 0; i < 16; i++) acc.i32[i] *= scale.i32[i]; return acc; }
   static B finish1(B acc) { return acc; }
   static B pairs_u8(const uint8_t* p) { B r; for (int i = 0; i < 32; i++) r.i16[i] = p[i]; return r; }

@@ -135,7 +135,7 @@ void Tape::want(int id, Act act) {
     q.scale = reinterpret_cast<float*>(take(T * K / block * 4));
     q.sum32 = reinterpret_cast<int16_t*>(take(T * K / 32 * 2));
     q.sum = act == Act::Q32 ? reinterpret_cast<float*>(take(T * K / 32 * 4)) : nullptr;
-    q.sum16 = act == Act::QK ? reinterpret_cast<int16_t*>(take(T * K / 16 * 2)) : nullptr;
+    q.start16 = act == Act::QK ? reinterpret_cast<int16_t*>(take(T * K / 16 * 4)) : nullptr;
     b.wants[form] = true;
   }
   if (b.producer >= 0) {

@@ -339,7 +339,7 @@ def damages() -> dict[str, Callable[[bytes], bytes]]:
         "cut in the header": lambda data: data[:100],
         "longer": lambda data: data + bytes(4096),
         "foreign": lambda data: b"GGUF" + data[4:],
-        "another layout": lambda data: data.replace(b'"layout": 1', b'"layout": 0'),
+        "another layout": lambda data: data.replace(b'"layout": 2', b'"layout": 0'),
         "header": flipped(60),
         "first weight": flipped(4096),
         "one bit in the middle": lambda data: flipped(len(data) // 2)(data),

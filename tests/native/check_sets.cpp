@@ -231,13 +231,13 @@ Array<uint8_t> gguf(Random& r, Type type, int N, int K, Quants quants, bool extr
 struct Rows {
   Array<int8_t> q;
   Array<float> scale, sum;
-  Array<int16_t> sum16, sum32;
+  Array<int16_t> start16, sum32;
   int K, block;
   Rows(int rows, int K, Act act)
       : q(size_t(rows * K)), scale(size_t(rows * K / block_of(act))), sum(size_t(rows * K / 32)),
-        sum16(size_t(rows * K / 16)), sum32(size_t(rows * K / 32)), K(K), block(block_of(act)) {}
+        start16(size_t(rows * K / 8)), sum32(size_t(rows * K / 32)), K(K), block(block_of(act)) {}
   static int block_of(Act act) { return act == Act::QK ? kActBlock : 32; }
-  QuantRows view() { return {K, q.data(), scale.data(), sum.data(), sum16.data(), sum32.data()}; }
+  QuantRows view() { return {K, q.data(), scale.data(), sum.data(), start16.data(), sum32.data()}; }
 };
 
 // Every q at a limit and scales of any size: the largest integer sums, and floats that overflow or vanish.
@@ -245,13 +245,16 @@ void saturate(Random& r, Rows& x) {
   const int mode = r.below(3);
   for (int8_t& q : x.q) q = int8_t(mode == 0 ? 127 : mode == 1 ? -127 : r.one_in(2) ? 127 : -127);
   for (float& s : x.scale) s = one_float(r, Floats::wide);
-  for (size_t i = 0; i < x.sum16.size(); i++) {
+  for (size_t i = 0; i < x.start16.size(); i++) {
     int total = 0;
-    for (size_t k = 0; k < 16; k++) total += x.q[i * 16 + k];
-    x.sum16[i] = int16_t(total);
+    for (size_t k = 0; k < 16; k++)
+      if (k % 4 / 2 == i % 2) total += x.q[i / 2 * 16 + k];
+    x.start16[i] = int16_t(-32 * total);
   }
   for (size_t g = 0; g < x.sum.size(); g++) {
-    x.sum32[g] = int16_t(x.sum16[2 * g] + x.sum16[2 * g + 1]);
+    int total = 0;
+    for (size_t k = 0; k < 32; k++) total += x.q[g * 32 + k];
+    x.sum32[g] = int16_t(total);
     x.sum[g] = x.scale[g * 32 / size_t(x.block)] * float(x.sum32[g]);
   }
 }
@@ -319,10 +322,10 @@ void pointwise(Check& check, Random& r, int effort) {
     const Rows out(rows, K, act);
     check(act == Act::QK ? "quantize_qk" : "quantize_q32",
           text("row %d, columns %d..%d of %d, floats %d", row, from, to, K, int(kind)),
-          [&](const KernelTable& t, Array<int8_t>& q, Array<float>& scale, Array<float>& sum, Array<int16_t>& sum16,
+          [&](const KernelTable& t, Array<int8_t>& q, Array<float>& scale, Array<float>& sum, Array<int16_t>& start16,
               Array<int16_t>& sum32) {
-            quantize(t, act, x.data(), {K, q.data(), scale.data(), sum.data(), sum16.data(), sum32.data()}, row, from, to);
-          }, out.q, out.scale, out.sum, out.sum16, out.sum32);
+            quantize(t, act, x.data(), {K, q.data(), scale.data(), sum.data(), start16.data(), sum32.data()}, row, from, to);
+          }, out.q, out.scale, out.sum, out.start16, out.sum32);
 
     const int n = 16 * r.within(1, 20);
     const Array<float> a = floats(r, size_t(n), kind), b = floats(r, size_t(n), kind), y{size_t(n)};
