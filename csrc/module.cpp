@@ -172,7 +172,7 @@ NB_MODULE(_native, m) {
       .def("attention", [](PyTape& t, int q, int out, int layer, int n_heads, int n_kv, int head_dim, int window, float scale) {
         t.tape.attention(q, out, layer, {n_heads, n_kv, head_dim, window, scale});
       })
-      .def("glu", [](PyTape& t, int gate, int up, bool gelu, int out) { t.tape.glu(gate, up, gelu, out); })
+      .def("gated", [](PyTape& t, int in, int gate, int up, bool gelu, int out) { t.tape.gated(in, gate, up, gelu, out); })
       .def("add", [](PyTape& t, int x, int y) { t.tape.add(x, y); })
       .def("gather", [](PyTape& t, int in, int out) { t.tape.gather(in, out); })
       .def("head", [](PyTape& t, int in, int weight) { t.tape.head(in, weight); })

@@ -202,11 +202,14 @@ void Tape::attention(int q, int out, int layer, const AttnSpec& spec) {
   at(out).producer = -1;
 }
 
-void Tape::glu(int gate, int up, bool gelu, int out) {
-  if (at(gate).width != at(up).width || at(out).width != at(gate).width || at(out).domain != at(gate).domain)
-    bad("glu: shapes differ");
-  Op& op = push(Kind::Glu);
-  op.in = gate, op.in2 = up, op.gelu = gelu, op.out = out;
+void Tape::gated(int in, int gate, int up, bool gelu, int out) {
+  const Packed &g = weights_.at(size_t(gate)), &u = weights_.at(size_t(up));
+  if (g.K != at(in).width || u.K != g.K || g.N != at(out).width || u.N != g.N || at(out).domain != at(in).domain ||
+      out == in)
+    bad("gated: shapes differ");
+  for (const Packed* w : {&g, &u}) want(in, act_of(w->type));
+  Op& op = push(Kind::Gated);
+  op.in = in, op.weight = gate, op.weight2 = up, op.gelu = gelu, op.out = out, op.tiles = packed_tiles(g.N);
   at(out).producer = int(ops_.size()) - 1;
 }
 
@@ -314,9 +317,15 @@ void Tape::quantize(Buffer& b, int forms, int row, int from, int to) {
   if (forms & (1 << int(Act::QK))) k_->quantize_qk(x, b.quant[int(Act::QK)], row, from, to);
 }
 
+namespace {
+constexpr size_t kAhead = 12288;  // bytes of the next product's weights that each thread asks for before it waits
+constexpr int kGatedTiles = kActBlock / kTile;
+constexpr int kPanel = 64;  // rows whose activations stay in cache while several tiles pass over them
+}  // namespace
+
 // emit(row, y) receives the 16 results of each row from..from+rows of one tile.
 template <class Emit>
-void Tape::multiply(const Packed& w, Buffer& x, int tile, int from, int rows, Emit emit) {
+void Tape::multiply(const Packed& w, const Buffer& x, int tile, int from, int rows, Emit emit) {
   alignas(64) float y[kRows * kTile];
   const Act act = act_of(w.type);
   const int calls = (rows + kRows - 1) / kRows;
@@ -328,69 +337,101 @@ void Tape::multiply(const Packed& w, Buffer& x, int tile, int from, int rows, Em
   }
 }
 
-namespace {
-// Pieces of a tile list: small enough that threads end together, large enough that the counter costs nothing.
-int piece(int tiles, int threads) { return std::clamp(tiles / (threads * 8), 1, 16); }
-constexpr size_t kAhead = 12288;  // bytes of the next product's weights that each thread asks for before it waits
-constexpr int kPanel = 64;  // rows whose activations stay in cache while several tiles pass over them
-}  // namespace
+// Tiles that a thread takes at a time: few enough that threads end together, which takes finer pieces where many rows
+// make a tile long; many enough that the counter costs nothing; and whole blocks of quantisation where the results are
+// quantised on the way.
+int Tape::piece(const Op& op, const Step& s) const {
+  const bool gated = op.kind == Kind::Gated;
+  const int rows = count(buffers_[size_t(op.in)].domain, s), pieces = threads_ * (rows > kRows ? 32 : 8);
+  const int tiles = std::clamp(op.tiles / pieces, 1, gated ? 8 : 16);
+  return gated ? std::max(tiles / kGatedTiles * kGatedTiles, kGatedTiles) : tiles;
+}
 
-void Tape::run_linear(const Op& op, std::atomic<int>& next, int member, const Step& s, int threads) {
-  Buffer& x = at(op.in);
-  const int T = count(x.domain, s), step = piece(op.tiles, threads);
-  for (int begin = member * step; begin < op.tiles; begin = next.fetch_add(step, std::memory_order_relaxed)) {
-    const int end = std::min(begin + step, op.tiles);
-    for (int panel = 0; panel < T; panel += kPanel) {
-      const int rows = std::min(kPanel, T - panel);
-      int base = 0;
-      for (const Segment& seg : op.segments) {
-        const Packed& w = weights_[size_t(seg.weight)];
-        const int tiles = packed_tiles(w.N);
-        float* out = at(seg.out).data.data();
-        const float* bias = seg.bias >= 0 ? vectors_[size_t(seg.bias)].data() : nullptr;
-        for (int i = std::max(begin, base); i < std::min(end, base + tiles); i++) {
-          const int tile = i - base, n = std::min(kTile, w.N - tile * kTile);
-          multiply(w, x, tile, panel, rows, [&](int m, const float* y) {
-            float* o = out + size_t(m) * size_t(w.N) + size_t(tile) * kTile;
-            for (int c = 0; c < n; c++) {
-              float value = y[c];
-              if (bias != nullptr) value += bias[tile * kTile + c];
-              o[c] = seg.add ? o[c] + value : value;
-            }
-          });
-        }
-        base += tiles;
+// work(first tile, last tile + 1, first row, rows) for this thread's share of a product. Each thread's first piece is
+// fixed, so that it can be asked for early; the counter deals out the rest.
+template <class Work>
+void Tape::each_panel(const Op& op, std::atomic<int>& next, int member, const Step& s, Work work) {
+  const int step = piece(op, s), rows = count(at(op.in).domain, s);
+  for (int begin = member * step; begin < op.tiles; begin = next.fetch_add(step, std::memory_order_relaxed))
+    for (int panel = 0; panel < rows; panel += kPanel)
+      work(begin, std::min(begin + step, op.tiles), panel, std::min(kPanel, rows - panel));
+}
+
+void Tape::run_linear(const Op& op, std::atomic<int>& next, int member, const Step& s) {
+  const Buffer& x = at(op.in);
+  each_panel(op, next, member, s, [&](int begin, int end, int row, int rows) {
+    int base = 0;
+    for (const Segment& seg : op.segments) {
+      const Packed& w = weights_[size_t(seg.weight)];
+      const int tiles = packed_tiles(w.N);
+      float* out = at(seg.out).data.data();
+      const float* bias = seg.bias >= 0 ? vectors_[size_t(seg.bias)].data() : nullptr;
+      for (int i = std::max(begin, base); i < std::min(end, base + tiles); i++) {
+        const int tile = i - base, n = std::min(kTile, w.N - tile * kTile);
+        multiply(w, x, tile, row, rows, [&](int m, const float* y) {
+          float* o = out + size_t(m) * size_t(w.N) + size_t(tile) * kTile;
+          for (int c = 0; c < n; c++) {
+            float value = y[c];
+            if (bias != nullptr) value += bias[tile * kTile + c];
+            o[c] = seg.add ? o[c] + value : value;
+          }
+        });
       }
+      base += tiles;
     }
-  }
+  });
+}
+
+// Both products, gate and quantisation while the numbers are in this thread's nearest cache. Few rows take several tiles
+// of one weight before the other's, so that weights are read in long runs; many rows would lose their place there.
+void Tape::run_gated(const Op& op, std::atomic<int>& next, int member, const Step& s) {
+  const Buffer& x = at(op.in);
+  Buffer& out = at(op.out);
+  const Packed &gate = weights_[size_t(op.weight)], &up = weights_[size_t(op.weight2)];
+  each_panel(op, next, member, s, [&](int begin, int end, int row, int rows) {
+    alignas(64) float g[kPanel * kTile], u[kPanel * kTile];
+    const int step = rows <= kPanel / kGatedTiles ? kGatedTiles : 1;
+    for (int first = begin; first < end; first += step) {
+      const int last = std::min(first + step, end), n = (last - first) * kTile;
+      const auto product = [&](const Packed& w, float* y) {
+        for (int tile = first; tile < last; tile++)
+          multiply(w, x, tile, row, rows, [&](int m, const float* results) {
+            std::memcpy(y + (m - row) * n + (tile - first) * kTile, results, kTile * sizeof(float));
+          });
+      };
+      product(gate, g);
+      product(up, u);
+      k_->glu(g, u, rows * n, op.gelu, g);
+      for (int m = 0; m < rows; m++)
+        std::memcpy(out.data.data() + size_t(row + m) * size_t(out.width) + size_t(first) * kTile, g + m * n,
+                    size_t(n) * sizeof(float));
+    }
+    for (int m = row; m < row + rows; m++) quantize(out, op.quantize, m, begin * kTile, end * kTile);
+  });
 }
 
 void Tape::run_head(const Op& op, std::atomic<int>& next, int member, const Step& s, Team& team) {
   const Packed& w = weights_[size_t(op.weight)];
-  Buffer& x = at(op.in);
+  const Buffer& x = at(op.in);
   auto& best = best_[size_t(member)];
   best.assign(size_t(s.outputs), {-__builtin_inff(), -1, false});
-  const int tiles = packed_tiles(w.N), step = piece(tiles, team.size());
-  for (int begin = member * step; begin < tiles; begin = next.fetch_add(step, std::memory_order_relaxed)) {
-    for (int panel = 0; panel < s.outputs; panel += kPanel) {
-      const int rows = std::min(kPanel, s.outputs - panel);
-      for (int tile = begin; tile < std::min(begin + step, tiles); tile++) {
-        const int n = std::min(kTile, w.N - tile * kTile);
-        multiply(w, x, tile, panel, rows, [&](int m, const float* y) {
-          if (m < s.logits) {
-            std::memcpy(s.logits_out + size_t(m) * size_t(w.N) + size_t(tile) * kTile, y, size_t(n) * 4);
-            return;
-          }
-          Best& b = best[size_t(m)];
-          if (n == kTile && !k_->beats(y, b.value)) return;  // a thread's tiles ascend, so a tie keeps the lower id
-          for (int c = 0; c < n; c++) {
-            if (!(y[c] < __builtin_inff())) b.broken = true;
-            else if (y[c] > b.value) b = {y[c], tile * kTile + c, b.broken};
-          }
-        });
-      }
+  each_panel(op, next, member, s, [&](int begin, int end, int row, int rows) {
+    for (int tile = begin; tile < end; tile++) {
+      const int n = std::min(kTile, w.N - tile * kTile);
+      multiply(w, x, tile, row, rows, [&](int m, const float* y) {
+        if (m < s.logits) {
+          std::memcpy(s.logits_out + size_t(m) * size_t(w.N) + size_t(tile) * kTile, y, size_t(n) * 4);
+          return;
+        }
+        Best& b = best[size_t(m)];
+        if (n == kTile && !k_->beats(y, b.value)) return;  // a thread's tiles ascend, so a tie keeps the lower id
+        for (int c = 0; c < n; c++) {
+          if (!(y[c] < __builtin_inff())) b.broken = true;
+          else if (y[c] > b.value) b = {y[c], tile * kTile + c, b.broken};
+        }
+      });
     }
-  }
+  });
   team.barrier();
   if (member != 0) return;
   for (int m = s.logits; m < s.outputs; m++) {
@@ -407,16 +448,16 @@ void Tape::run_head(const Op& op, std::atomic<int>& next, int member, const Step
 
 // Asks for the weights that this member will read first in the next product, so that memory works while the small
 // operations between two products are done.
-void Tape::prefetch_next(size_t i, int member) const {
-  for (i++; i < ops_.size() && ops_[i].kind != Kind::Linear && ops_[i].kind != Kind::Head; i++) {}
+void Tape::prefetch_next(size_t i, int member, const Step& s) const {
+  for (i++; i < ops_.size() && !is_product(ops_[i].kind); i++) {}
   if (i >= ops_.size()) return;
   const Op& op = ops_[i];
-  int tile = member * piece(op.tiles, threads_);
-  const auto fetch = [&](int weight) {
+  int tile = member * piece(op, s);
+  const auto fetch = [&](int weight, size_t bytes) {
     const Packed& w = weights_[size_t(weight)];
     if (tile < packed_tiles(w.N)) {
       const uint8_t* p = w.data + size_t(tile) * w.tile_bytes;
-      const size_t n = std::min(kAhead, size_t(packed_tiles(w.N) - tile) * w.tile_bytes);
+      const size_t n = std::min(bytes, size_t(packed_tiles(w.N) - tile) * w.tile_bytes);
       for (size_t b = 0; b < n; b += 64) __builtin_prefetch(p + b, 0, 2);
       return true;
     }
@@ -424,11 +465,13 @@ void Tape::prefetch_next(size_t i, int member) const {
     return false;
   };
   if (op.kind == Kind::Head) {
-    fetch(op.weight);
-    return;
+    fetch(op.weight, kAhead);
+  } else if (op.kind == Kind::Gated) {
+    for (int weight : {op.weight, op.weight2}) fetch(weight, kAhead / 2);
+  } else {
+    for (const Segment& seg : op.segments)
+      if (fetch(seg.weight, kAhead)) return;
   }
-  for (const Segment& seg : op.segments)
-    if (fetch(seg.weight)) return;
 }
 
 void Tape::run_attention(const Op& op, std::atomic<int>& next, int member, const Step& s, KvCache* kv) {
@@ -464,18 +507,6 @@ void Tape::execute(const Op& op, std::atomic<int>& next, int member, const Step&
         k_->rms_norm(x.data.data() + size_t(t) * size_t(x.width), vectors_[size_t(op.weight)].data(), x.width, op.eps,
                      y.data.data() + size_t(t) * size_t(x.width));
         quantize(y, op.quantize, t, 0, y.width);
-      }
-      return;
-    }
-    case Kind::Glu: {
-      Buffer &g = at(op.in), &u = at(op.in2), &y = at(op.out);
-      const int pieces = (y.width + 255) / 256;
-      const Share share(count(y.domain, s) * pieces, member, team.size());
-      for (int i = share.from; i < share.to; i++) {
-        const int t = i / pieces, from = i % pieces * 256, to = std::min(from + 256, y.width);
-        const size_t offset = size_t(t) * size_t(y.width) + size_t(from);
-        k_->glu(g.data.data() + offset, u.data.data() + offset, to - from, op.gelu, y.data.data() + offset);
-        quantize(y, op.quantize, t, from, to);
       }
       return;
     }
@@ -520,7 +551,8 @@ void Tape::execute(const Op& op, std::atomic<int>& next, int member, const Step&
                     size_t(x.width) * 4);
       return;
     }
-    case Kind::Linear: run_linear(op, next, member, s, team.size()); return;
+    case Kind::Linear: run_linear(op, next, member, s); return;
+    case Kind::Gated: run_gated(op, next, member, s); return;
     case Kind::Attention: run_attention(op, next, member, s, kv); return;
     case Kind::Head: run_head(op, next, member, s, team); return;
   }
@@ -531,16 +563,14 @@ void Tape::run(const Step& s, KvCache* kv) {
   plan_attention(s);
   std::vector<std::atomic<int>> next(ops_.size());
   for (size_t i = 0; i < ops_.size(); i++) {
-    // Each member's first piece of a product is fixed (so that it can be asked for early); the counter deals out the rest.
-    const bool product = ops_[i].kind == Kind::Linear || ops_[i].kind == Kind::Head;
-    next[i].store(product ? threads_ * piece(ops_[i].tiles, threads_) : 0, std::memory_order_relaxed);
+    next[i].store(is_product(ops_[i].kind) ? threads_ * piece(ops_[i], s) : 0, std::memory_order_relaxed);
   }
   run_team(threads_, [&](int member, Team& team) {
     for (size_t i = 0; i < ops_.size(); i++) {
       const bool timed = member == 0 && !profile.empty();
       const auto start = timed ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
       execute(ops_[i], next[i], member, s, kv, team);
-      if (ops_[i].kind == Kind::Linear) prefetch_next(i, member);
+      if (is_product(ops_[i].kind)) prefetch_next(i, member, s);
       team.barrier();
       if (timed)
         profile[size_t(ops_[i].kind)] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -81,7 +81,7 @@ class Tape {
   void linear(int in, const std::vector<Segment>& segments);
   void rope_store(int q, int k, int v, int layer, const RopeSpec& spec, int positions);
   void attention(int q, int out, int layer, const AttnSpec& spec);
-  void glu(int gate, int up, bool gelu, int out);
+  void gated(int in, int gate, int up, bool gelu, int out);
   void add(int x, int y);
   void gather(int in, int out);
   void head(int in, int weight);
@@ -96,7 +96,8 @@ class Tape {
   std::vector<double> profile;  // seconds by kind of operation; filled while non-empty
 
  private:
-  enum class Kind : int { Embed, Norm, Linear, Rope, Attention, Glu, Add, Gather, Head, Quantize };
+  enum class Kind : int { Embed, Norm, Linear, Rope, Attention, Gated, Add, Gather, Head, Quantize };
+  static bool is_product(Kind kind) { return kind == Kind::Linear || kind == Kind::Gated || kind == Kind::Head; }
   struct Buffer {
     int width;
     Domain domain;
@@ -108,7 +109,7 @@ class Tape {
   };
   struct Op {
     Kind kind;
-    int in = -1, in2 = -1, in3 = -1, out = -1, weight = -1, layer = -1, positions = 0;
+    int in = -1, in2 = -1, in3 = -1, out = -1, weight = -1, weight2 = -1, layer = -1, positions = 0;
     float eps = 0, scale = 0;
     bool gelu = false;
     int quantize = 0;  // bits by Act: forms of `out` (Quantize: of `in`) to make
@@ -131,10 +132,14 @@ class Tape {
   void plan_attention(const Step& s);
   void execute(const Op& op, std::atomic<int>& next, int member, const Step& s, KvCache* kv, Team& team);
   void quantize(Buffer& b, int forms, int row, int from, int to);
+  int piece(const Op& op, const Step& s) const;
   template <class Emit>
-  void multiply(const Packed& w, Buffer& x, int tile, int from, int rows, Emit emit);
-  void run_linear(const Op& op, std::atomic<int>& next, int member, const Step& s, int threads);
-  void prefetch_next(size_t i, int member) const;
+  void multiply(const Packed& w, const Buffer& x, int tile, int from, int rows, Emit emit);
+  template <class Work>
+  void each_panel(const Op& op, std::atomic<int>& next, int member, const Step& s, Work work);
+  void run_linear(const Op& op, std::atomic<int>& next, int member, const Step& s);
+  void run_gated(const Op& op, std::atomic<int>& next, int member, const Step& s);
+  void prefetch_next(size_t i, int member, const Step& s) const;
   void run_head(const Op& op, std::atomic<int>& next, int member, const Step& s, Team& team);
   void run_attention(const Op& op, std::atomic<int>& next, int member, const Step& s, KvCache* kv);
 

@@ -400,6 +400,21 @@ def test_processes_that_start_together_agree(cache: Path, model: Path) -> None:
     assert len(files(cache)) == 1
 
 
+def test_what_an_earlier_layout_packed_of_the_model_goes(cache: Path, model: Path) -> None:
+    folder = cache / "repacked"
+    answer(model)
+    (file,) = files(cache)
+    fingerprint = file.name.rpartition("-")[0]
+    old, other = folder / f"{fingerprint}-0.packed", folder / "another-model-0.packed"
+    for path in (old, other):
+        path.write_bytes(b"an earlier layout")
+    answer(model)
+    assert old.exists()  # nothing is packed, nothing goes
+    file.unlink()
+    answer(model)
+    assert sorted(files(cache)) == sorted([file, other])
+
+
 def test_threads_that_start_together_pack_once(cache: Path, model: Path, count_packing: list[str]) -> None:
     answers: list[tuple[int, ...]] = []
     threads = [threading.Thread(target=lambda: answers.append(answer(model))) for _ in range(4)]

@@ -48,10 +48,8 @@ class Executor:
         )
         recorder = Recorder(self.tape, config, source, packed, max_positions)
         x = ARCHITECTURES[config.architecture](recorder)
-        out = self.tape.buffer(config.hidden_size, outputs=True)
-        self.tape.gather(x, out)
         final = self.tape.buffer(config.hidden_size, outputs=True)
-        recorder.norm(out, "output_norm.weight", final)
+        recorder.norm(x, "output_norm.weight", final)
         self.tape.head(final, recorder.weight(matrices(config)[-1]))
         self.native_seconds = 0.0
         self._logits = np.empty((0, config.vocab_size), dtype=np.float32)

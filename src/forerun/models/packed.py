@@ -164,6 +164,7 @@ def _build(
                         _write(source, places, total, file, header, threads)
                         os.replace(partial, path)
                         sync_directory(path.parent)
+                        _remove_other_layouts(path)
                     else:
                         partial.unlink()
                 except BaseException:
@@ -178,6 +179,15 @@ def _build(
             f"packed weights ({needed:.0f} MB) can't be written to {path.parent}: {error.strerror}; free some space, "
             "set FORERUN_CACHE to a writable directory, or use Engine(..., cache_weights=False)"
         ) from error
+
+
+def _remove_other_layouts(path: Path) -> None:
+    """What earlier versions packed of the same model: as large as the model, and of no use any more."""
+    fingerprint = path.name.rpartition("-")[0]
+    for other in path.parent.glob(f"{fingerprint}-*.packed"):
+        if other != path:
+            with contextlib.suppress(OSError):
+                other.unlink()
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:

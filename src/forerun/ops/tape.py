@@ -18,7 +18,7 @@ from forerun.ops.kv import KvCache
 from forerun.ops.settings import instruction_set, resolve_threads
 from forerun.ops.types import GGMLType, TensorData
 
-KINDS = ("embed", "norm", "linear", "rope", "attention", "glu", "add", "gather", "head", "quantize")
+KINDS = ("embed", "norm", "linear", "rope", "attention", "gated", "add", "gather", "head", "quantize")
 
 
 @dataclass(frozen=True)
@@ -197,9 +197,9 @@ class Tape:
         self.native.attention(q.id, out.id, layer, n_heads, n_kv_heads, head_dim, window, scale)
         return out
 
-    def glu(self, gate: Buffer, up: Buffer, out: Buffer, *, gelu: bool = False) -> Buffer:
-        """out = silu(gate) * up, or gelu_tanh(gate) * up."""
-        self.native.glu(gate.id, up.id, gelu, out.id)
+    def gated(self, x: Buffer, gate: Weight, up: Weight, out: Buffer, *, gelu: bool = False) -> Buffer:
+        """out = silu(x gate^T) * (x up^T), or gelu_tanh in place of silu; activations as for `linear`."""
+        self.native.gated(x.id, gate.id, up.id, gelu, out.id)
         return out
 
     def add(self, x: Buffer, y: Buffer) -> Buffer:

@@ -14,7 +14,8 @@ from forerun.ops.tape import Buffer, Into, RopeTable, Tape, Vector, Weight
 class Recorder:
     """A tape together with one model's weights and the working buffers of its layers.
 
-    Rows of all buffers are the step's tokens. `positions` bounds the rotary tables.
+    Rows of all buffers are the step's tokens, after `only_outputs` those whose next token is wanted. `positions` bounds
+    the rotary tables.
     """
 
     def __init__(
@@ -39,7 +40,6 @@ class Recorder:
         self.v = tape.buffer(c.kv_size)
         self.attended = tape.buffer(c.query_size)
         self.gate = tape.buffer(c.ffn_size)
-        self.up = tape.buffer(c.ffn_size)
 
     def weight(self, name: str) -> Weight:
         """A packed matrix by GGUF name."""
@@ -106,17 +106,21 @@ class Recorder:
             window=c.window_of(layer) or 0,
         )
 
+    def only_outputs(self, *buffers: Buffer) -> list[Buffer]:
+        """Their rows for the tokens whose next one is wanted; working buffers have only those from now on.
+
+        For the last layer, behind its attention: nothing reads the other tokens' rows any more, and in a prompt these
+        are nearly all.
+        """
+        self.h = self.tape.buffer(self.h.width, outputs=True)
+        self.gate = self.tape.buffer(self.gate.width, outputs=True)
+        return [self.tape.gather(x, self.tape.buffer(x.width, outputs=True)) for x in buffers]
+
     def gated(self, layer: int, x: Buffer, *, gelu: bool = False) -> Buffer:
         """act(x W_gate) * (x W_up), up to but without the down projection."""
         at = f"blk.{layer}.ffn_"
-        self.tape.linear(
-            x,
-            [
-                Into(self.weight(f"{at}gate.weight"), self.gate),
-                Into(self.weight(f"{at}up.weight"), self.up),
-            ],
-        )
-        return self.tape.glu(self.gate, self.up, self.gate, gelu=gelu)
+        gate, up = self.weight(f"{at}gate.weight"), self.weight(f"{at}up.weight")
+        return self.tape.gated(x, gate, up, self.gate, gelu=gelu)
 
     def project(self, x: Buffer, name: str, out: Buffer, *, accumulate: bool = False) -> Buffer:
         """out (+)= x W."""
@@ -129,6 +133,8 @@ class Recorder:
         for layer in range(self.config.n_layers):
             at = f"blk.{layer}."
             a = self.attention(layer, self.norm(x, f"{at}attn_norm.weight", self.h))
+            if layer == self.config.n_layers - 1:
+                x, a = self.only_outputs(x, a)
             self.project(a, f"{at}attn_output.weight", x, accumulate=True)
             m = self.gated(layer, self.norm(x, f"{at}ffn_norm.weight", self.h))
             self.project(m, f"{at}ffn_down.weight", x, accumulate=True)

@@ -8,11 +8,14 @@ from forerun.ops import Buffer
 
 
 def record(r: Recorder) -> Buffer:
-    """Writes the forward pass on the tape; returns the residual stream before the final norm."""
+    """Writes the forward pass on the tape; returns the residual stream before the final norm, of
+    the tokens whose next one is wanted."""
     t, x, y = r.tape, r.embed(), r.tape.buffer(r.config.hidden_size)
     for layer in range(r.config.n_layers):
         at = f"blk.{layer}."
         a = r.attention(layer, r.norm(x, f"{at}attn_norm.weight", r.h))
+        if layer == r.config.n_layers - 1:
+            x, a, y = r.only_outputs(x, a, y)
         r.project(a, f"{at}attn_output.weight", y)
         t.add(x, r.norm(y, f"{at}post_attention_norm.weight", r.h))
         m = r.gated(layer, r.norm(x, f"{at}ffn_norm.weight", r.h), gelu=True)

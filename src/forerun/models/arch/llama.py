@@ -7,5 +7,6 @@ from forerun.ops import Buffer
 
 
 def record(r: Recorder) -> Buffer:
-    """Writes the forward pass on the tape; returns the residual stream before the final norm."""
+    """Writes the forward pass on the tape; returns the residual stream before the final norm, of
+    the tokens whose next one is wanted."""
     return r.pre_norm_layers()

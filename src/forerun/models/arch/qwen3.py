@@ -7,7 +7,8 @@ from forerun.ops import Buffer
 
 
 def record(r: Recorder) -> Buffer:
-    """Writes the forward pass on the tape; returns the residual stream before the final norm.
+    """Writes the forward pass on the tape; returns the residual stream before the final norm, of
+    the tokens whose next one is wanted.
 
     The configuration's `qk_norm` adds the norms of queries and keys.
     """
