@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "ggml_types.hpp"
 
@@ -10,6 +11,7 @@ namespace forerun {
 constexpr int kTile = 16;   // weight columns (outputs) packed together, and the width of a virtual vector
 constexpr int kBlock = 16;  // tokens of a KV block
 constexpr int kRows = 8;    // rows of activations that one kernel call multiplies
+constexpr int kQueries = 16;  // queries for which one kernel call reads keys and values
 
 // Inputs that share an int8 scale before K-quants (whose own blocks have 256): the finer scale cuts
 // the divergence from float32 several times (figures in docs/design.md); what it costs was not measured apart.
@@ -79,8 +81,8 @@ struct KernelTable {
   void (*glu)(const float* gate, const float* up, int n, bool gelu, float* y);
   // One head of one token: kind 0 query (in place), 1 key (into the cache), 2 value (into the cache).
   void (*rope_store)(const RopeSpec& s, int kind, int head, int position, float* x, const KvView& kv, int block, int slot);
-  // Queries first..first+n (n <= 4) of a kv head's group in a row, numbered token * group + head within the group.
-  // q, out: [tokens][n_heads*head_dim]; scratch: 4 * (keys + 80) floats.
+  // Queries first..first+n (n <= kQueries) of a kv head's group in a row, numbered token * group + head within the
+  // group. q, out: [tokens][n_heads*head_dim]; scratch: n * (keys + 80) floats.
   void (*attention)(const AttnSpec& s, const AttnRow& row, const KvView& kv, int kv_head, int first, int n,
                     const float* q, float* out, float* scratch);
   void (*add)(float* x, const float* y, int n);

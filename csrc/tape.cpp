@@ -298,17 +298,26 @@ void Tape::plan_attention(const Step& s) {
   int keys = 0;
   for (int r = 0; r < s.rows; r++) keys = std::max(keys, s.cached[r] + s.row_start[r + 1] - s.row_start[r]);
   for (auto& scratch : scratch_)
-    if (scratch.size() < 4 * size_t(keys + 80)) scratch.resize(4 * size_t(keys + keys / 4 + 80));
-  // Four queries share each key that is read; fewer where that would leave threads idle.
-  for (int width = 4; width >= 1; width /= 2) {
+    if (scratch.size() < kQueries * size_t(keys + 80)) scratch.resize(kQueries * size_t(keys + keys / 4 + 80));
+  const auto deal = [&](int width) {
     attn_tasks_.clear();
     for (int r = 0; r < s.rows; r++) {
       const int queries = (s.row_start[r + 1] - s.row_start[r]) * attn_group_;
       for (int first = 0; first < queries; first += width)
         for (int h = 0; h < attn_kv_; h++) attn_tasks_.push_back({r, h, first, std::min(width, queries - first)});
     }
-    if (int(attn_tasks_.size()) >= 2 * threads_) break;
+  };
+  // Queries that share each key that is read: many, but not so many that threads wait for the one with a task more.
+  // Reading keys and values costs about as much as one and a half queries' arithmetic.
+  int best = kQueries;
+  double least = 0;
+  for (int width = kQueries; width >= 1; width /= 2) {
+    deal(width);
+    const int tasks = int(attn_tasks_.size()), turns = (tasks + threads_ - 1) / threads_;
+    const double cost = turns * (1.5 + double(s.tokens) * attn_group_ * attn_kv_ / tasks);
+    if (width == kQueries || cost < least) best = width, least = cost;
   }
+  deal(best);
 }
 
 void Tape::quantize(Buffer& b, int forms, int row, int from, int to) {

@@ -421,7 +421,7 @@ void attention(Check& check, Random& r, int effort) {
   for (int i = 0; i < 240 * effort; i++) {
     const int D = 16 * r.within(1, 6), n_kv = r.within(1, 2), group = r.within(1, 4), count = r.one_in(8) ? 64 : r.within(1, 10);
     const int cached = r.one_in(4) ? 0 : r.below(r.one_in(4) ? 300 : 80), keys = cached + count;
-    const int n = std::min(i % 4 + 1, count * group), first = r.below(count * group - n + 1), kv_head = r.below(n_kv);
+    const int n = std::min(i % kQueries + 1, count * group), first = r.below(count * group - n + 1), kv_head = r.below(n_kv);
     const int window = r.one_in(2) ? 0 : r.within(1, keys + 3);
     const bool tree = r.one_in(2);
     const Floats q_kind = r.one_in(6) ? Floats::extreme : Floats::plain;
@@ -435,7 +435,7 @@ void attention(Check& check, Random& r, int effort) {
     for (Array<uint16_t>* cache : {&k, &v})
       for (uint16_t& h : *cache) h = extreme ? one_half(r, true) : float_to_half(r.bell());
     const Array<float> q = floats(r, size_t(count * n_kv * group * D), q_kind), out(q.size());
-    const Array<float> scratch(size_t(4 * (keys + 80)));
+    const Array<float> scratch(size_t(n * (keys + 80)));
     const AttnSpec s{n_kv * group, n_kv, D, window, r.one_in(5) ? 4.f : 1.f / std::sqrt(float(D))};
     const AttnRow row{cached, count, tree ? paths.data() : nullptr, ids.data()};
     check(text("attention n=%d", n),
