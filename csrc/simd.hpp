@@ -319,20 +319,38 @@ static inline FL from_int(I::B a) { return FL::from(a); }
 #endif
 
 // Fixed-shape reductions over the 16 lanes: (l, l+8), (l, l+4), (l, l+2), (l, l+1).
+#if FR_ISA == 0
 static inline float sum(F x) {
-  float v[16];
-  x.store(v);
   for (int w = 8; w >= 1; w /= 2)
-    for (int i = 0; i < w; i++) v[i] = v[i] + v[i + w];
-  return v[0];
+    for (int i = 0; i < w; i++) x.v[i] = x.v[i] + x.v[i + w];
+  return x.v[0];
 }
 static inline float maximum(F x) {
-  float v[16];
-  x.store(v);
   for (int w = 8; w >= 1; w /= 2)
-    for (int i = 0; i < w; i++) v[i] = v[i] > v[i + w] ? v[i] : v[i + w];
-  return v[0];
+    for (int i = 0; i < w; i++) x.v[i] = x.v[i] > x.v[i + w] ? x.v[i] : x.v[i + w];
+  return x.v[0];
 }
+#else
+#if FR_ISA == 3
+static inline __m256 lower(F x) { return _mm512_castps512_ps256(x.v); }
+static inline __m256 upper(F x) { return _mm512_extractf32x8_ps(x.v, 1); }
+#else
+static inline __m256 lower(F x) { return x.a; }
+static inline __m256 upper(F x) { return x.b; }
+#endif
+static inline float sum(F x) {
+  const __m256 eight = _mm256_add_ps(lower(x), upper(x));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+static inline float maximum(F x) {
+  const __m256 eight = _mm256_max_ps(lower(x), upper(x));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+#endif
 
 // exp(x) for x <= 88; 0 below -87.3. Cody-Waite reduction by ln 2 and a degree-6 polynomial (coefficients of the
 // Cephes library's expf), relative error under 2e-7.

@@ -327,7 +327,9 @@ void Tape::quantize(Buffer& b, int forms, int row, int from, int to) {
 }
 
 namespace {
-constexpr size_t kAhead = 12288;  // bytes of the next product's weights that each thread asks for before it waits
+constexpr size_t kAhead = 12288;      // bytes of the next product's weights that a member asks for before it waits,
+constexpr size_t kAheadAtOnce = 256;  // between two looks at the others,
+constexpr size_t kMostAhead = 131072;  // and altogether: they lie in the second cache
 constexpr int kGatedTiles = kActBlock / kTile;
 constexpr int kPanel = 64;  // rows whose activations stay in cache while several tiles pass over them
 }  // namespace
@@ -356,14 +358,21 @@ int Tape::piece(const Op& op, const Step& s) const {
   return gated ? std::max(tiles / kGatedTiles * kGatedTiles, kGatedTiles) : tiles;
 }
 
-// work(first tile, last tile + 1, first row, rows) for this thread's share of a product. Each thread's first piece is
-// fixed, so that it can be asked for early; the counter deals out the rest.
+// The first piece of every member is fixed and half of its share, so that it can be asked for early.
+int Tape::first_piece(const Op& op, const Step& s) const {
+  const int step = piece(op, s);
+  return std::max(op.tiles / (2 * threads_) / step * step, step);
+}
+
+// work(first tile, last tile + 1, first row, rows) for this member's share of a product: its first piece, then what the
+// counter deals out.
 template <class Work>
 void Tape::each_panel(const Op& op, std::atomic<int>& next, int member, const Step& s, Work work) {
-  const int step = piece(op, s), rows = count(at(op.in).domain, s);
-  for (int begin = member * step; begin < op.tiles; begin = next.fetch_add(step, std::memory_order_relaxed))
+  const int step = piece(op, s), first = first_piece(op, s), rows = count(at(op.in).domain, s);
+  for (int begin = member * first, size = first; begin < op.tiles;
+       begin = next.fetch_add(step, std::memory_order_relaxed), size = step)
     for (int panel = 0; panel < rows; panel += kPanel)
-      work(begin, std::min(begin + step, op.tiles), panel, std::min(kPanel, rows - panel));
+      work(begin, std::min(begin + size, op.tiles), panel, std::min(kPanel, rows - panel));
 }
 
 void Tape::run_linear(const Op& op, std::atomic<int>& next, int member, const Step& s) {
@@ -455,32 +464,32 @@ void Tape::run_head(const Op& op, std::atomic<int>& next, int member, const Step
   }
 }
 
-// Asks for the weights that this member will read first in the next product, so that memory works while the small
-// operations between two products are done.
-void Tape::prefetch_next(size_t i, int member, const Step& s) const {
+// The weights that this member reads first in the next product after operation i. They are asked for while it does the
+// small operations between two products, and while it waits in them for others, so that memory never rests.
+Tape::Ahead Tape::ahead_of(size_t i, int member, const Step& s) const {
+  Ahead ahead;
   for (i++; i < ops_.size() && !is_product(ops_[i].kind); i++) {}
-  if (i >= ops_.size()) return;
+  if (i >= ops_.size()) return ahead;
   const Op& op = ops_[i];
-  int tile = member * piece(op, s);
-  const auto fetch = [&](int weight, size_t bytes) {
+  const int first = first_piece(op, s);
+  const int begin = member * first;
+  int base = 0;
+  const auto add = [&](int weight, size_t most) {
     const Packed& w = weights_[size_t(weight)];
-    if (tile < packed_tiles(w.N)) {
-      const uint8_t* p = w.data + size_t(tile) * w.tile_bytes;
-      const size_t n = std::min(bytes, size_t(packed_tiles(w.N) - tile) * w.tile_bytes);
-      for (size_t b = 0; b < n; b += 64) __builtin_prefetch(p + b, 0, 2);
-      return true;
-    }
-    tile -= packed_tiles(w.N);
-    return false;
+    const int tiles = packed_tiles(w.N), from = std::max(begin - base, 0), to = std::min(begin + first - base, tiles);
+    if (from < to) ahead.add(w.data + size_t(from) * w.tile_bytes, std::min(size_t(to - from) * w.tile_bytes, most));
+    return tiles;
   };
-  if (op.kind == Kind::Head) {
-    fetch(op.weight, kAhead);
-  } else if (op.kind == Kind::Gated) {
-    for (int weight : {op.weight, op.weight2}) fetch(weight, kAhead / 2);
-  } else {
-    for (const Segment& seg : op.segments)
-      if (fetch(seg.weight, kAhead)) return;
+  switch (op.kind) {
+    case Kind::Linear:
+      for (const Segment& seg : op.segments) base += add(seg.weight, kMostAhead);
+      break;
+    case Kind::Gated:
+      for (int weight : {op.weight, op.weight2}) add(weight, kMostAhead / 2);
+      break;
+    default: add(op.weight, kMostAhead);
   }
+  return ahead;
 }
 
 void Tape::run_attention(const Op& op, std::atomic<int>& next, int member, const Step& s, KvCache* kv) {
@@ -571,16 +580,21 @@ void Tape::run(const Step& s, KvCache* kv) {
   check(s, kv);
   plan_attention(s);
   std::vector<std::atomic<int>> next(ops_.size());
-  for (size_t i = 0; i < ops_.size(); i++) {
-    next[i].store(is_product(ops_[i].kind) ? threads_ * piece(ops_[i], s) : 0, std::memory_order_relaxed);
-  }
+  for (size_t i = 0; i < ops_.size(); i++)
+    next[i].store(is_product(ops_[i].kind) ? threads_ * first_piece(ops_[i], s) : 0, std::memory_order_relaxed);
   run_team(threads_, [&](int member, Team& team) {
+    Ahead ahead;
     for (size_t i = 0; i < ops_.size(); i++) {
       const bool timed = member == 0 && !profile.empty();
       const auto start = timed ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
       execute(ops_[i], next[i], member, s, kv, team);
-      if (is_product(ops_[i].kind)) prefetch_next(i, member, s);
-      team.barrier();
+      if (is_product(ops_[i].kind)) {
+        ahead = ahead_of(i, member, s);
+        ahead.ask(kAhead);
+      }
+      team.barrier([&] {
+        if (!ahead.ask(kAheadAtOnce)) cpu_relax();
+      });
       if (timed)
         profile[size_t(ops_[i].kind)] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     }

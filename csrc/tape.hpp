@@ -121,6 +121,27 @@ class Tape {
     RopeSpec rope{};
     AttnSpec attn{};
   };
+  // Memory that a member will read soon, asked for bit by bit.
+  class Ahead {
+   public:
+    void add(const uint8_t* data, size_t bytes) {
+      if (count_ < 3) runs_[count_++] = {data, data + bytes};
+    }
+    // Asks for more; false if there is nothing left. All sizes are multiples of 64.
+    bool ask(size_t bytes) {
+      for (; bytes > 0 && first_ < count_; bytes -= 64) {
+        Run& run = runs_[first_];
+        __builtin_prefetch(run.at, 0, 2);
+        if ((run.at += 64) == run.end) first_++;
+      }
+      return first_ < count_;
+    }
+
+   private:
+    struct Run { const uint8_t *at, *end; };
+    Run runs_[3];
+    int first_ = 0, count_ = 0;
+  };
   struct AttnTask { int row, kv_head, first, n; };
   struct Best { float value; int32_t id; bool broken; };  // broken: a score was NaN or +inf
 
@@ -139,7 +160,8 @@ class Tape {
   void each_panel(const Op& op, std::atomic<int>& next, int member, const Step& s, Work work);
   void run_linear(const Op& op, std::atomic<int>& next, int member, const Step& s);
   void run_gated(const Op& op, std::atomic<int>& next, int member, const Step& s);
-  void prefetch_next(size_t i, int member, const Step& s) const;
+  int first_piece(const Op& op, const Step& s) const;
+  Ahead ahead_of(size_t i, int member, const Step& s) const;
   void run_head(const Op& op, std::atomic<int>& next, int member, const Step& s, Team& team);
   void run_attention(const Op& op, std::atomic<int>& next, int member, const Step& s, KvCache* kv);
 

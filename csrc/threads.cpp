@@ -16,12 +16,7 @@
 
 namespace forerun {
 
-void Team::wait_past(uint32_t phase) {
-  for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-    if (spins < patience_) cpu_relax();
-    else sched_yield();
-  }
-}
+void Team::yield() { sched_yield(); }
 
 namespace {
 

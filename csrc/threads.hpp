@@ -21,21 +21,26 @@ class Team {
   // `patience`: looks at the other members before a waiting one lets other threads run.
   Team(int size, int patience) : size_(size), patience_(patience) {}
   int size() const { return size_; }
-  // All members arrive before any leaves. Spins, since the wait is microseconds; yields if it lasts, because then a
-  // member has no core, and spinning would only keep it waiting.
-  void barrier() {
+  // All members arrive before any leaves. Spins, since the wait is microseconds, with spin() between two looks; yields if
+  // it lasts, because then a member has no core, and spinning would only keep it waiting.
+  template <class Spin>
+  void barrier(Spin spin) {
     if (size_ == 1) return;
     const uint32_t phase = phase_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
       arrived_.store(0, std::memory_order_relaxed);
       phase_.store(phase + 1, std::memory_order_release);
-    } else {
-      wait_past(phase);
+      return;
+    }
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
+      if (spins < patience_) spin();
+      else yield();
     }
   }
+  void barrier() { barrier(cpu_relax); }
 
  private:
-  void wait_past(uint32_t phase);
+  static void yield();
   const int size_, patience_;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> phase_{0};

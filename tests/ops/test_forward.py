@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +36,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSource]:
     folder = tmp_path_factory.mktemp("tiny")
     made = {}
     for architecture in ARCHITECTURES:
-        for label, types in (("f32", {}), ("mixed", MIXED)):
-            path = write_tiny_gguf(folder / f"{architecture}-{label}.gguf", TinySpec(architecture, types=types))
+        for label, types, layers in (("f32", {}, 3), ("mixed", MIXED, 3), ("one layer", MIXED, 1)):
+            spec = TinySpec(architecture, types=types, layers=layers)
+            path = write_tiny_gguf(folder / f"{architecture}-{label}.gguf", spec)
             made[f"{architecture}-{label}"] = open_model(path)
     yield made
     for source in made.values():
@@ -189,6 +191,76 @@ def test_instruction_sets_agree_on_a_whole_forward(
         results.append(Sequence(ex, list(range(BLOCKS))).feed(text(40)))
     for other in results[1:]:
         np.testing.assert_array_equal(results[0].view(np.uint32), other.view(np.uint32))
+
+
+class Last(NamedTuple):
+    """A step of two requests, the second a tree, and the bits of the logits after each of its tokens."""
+
+    executor: Executor
+    step: StepInput
+    logits: Floats
+
+
+def last_step(source: ModelSource, threads: int) -> Last:
+    ex = executor(source, threads=threads)
+    chain, tree = Sequence(ex, list(range(8))), Sequence(ex, list(range(8, 16)))
+    chain.feed(text(21, 4))
+    tree.feed(text(30, 5))
+    parents = [-1, 0, 0, 1, 3, -1]
+    masks = [1]
+    for i in range(1, 6):
+        masks.append((masks[parents[i]] if parents[i] >= 0 else 0) | 1 << i)
+    tokens = text(40, 6)
+    step = StepInput(
+        tokens=np.array(tokens, dtype=np.int32),
+        positions=np.array([*range(21, 55), *(30 + mask.bit_count() - 1 for mask in masks)], dtype=np.int32),
+        row_start=np.array([0, 34, 40], dtype=np.int32),
+        cached=np.array([21, 30], dtype=np.int32),
+        is_tree=np.array([0, 1], dtype=np.uint8),
+        ancestors=np.array([0] * 34 + masks, dtype=np.uint64),
+        tables=np.array([range(8), range(8, 16)], dtype=np.int32),
+        table_row=np.arange(2, dtype=np.int32),
+        output=np.arange(40, dtype=np.int32),
+    )
+    expected = np.concatenate([Sequence(ex, list(range(16, 24))).feed([*text(21, 4), *tokens[:34]])[21:],
+                               tree.feed(tokens[34:], parents)])  # fmt: skip
+    return Last(ex, step, expected)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("label", ["mixed", "one layer"])
+@given(data=st.data())
+@settings(max_examples=10, deadline=None)
+def test_any_outputs_have_the_bits_of_all(
+    sources: dict[str, ModelSource], architecture: Architecture, label: str, data: st.DataObject
+) -> None:
+    """None, some, all, repeated and in any order: behind its attention the last layer computes them alone."""
+    ex, step, expected = last_step(sources[f"{architecture}-{label}"], data.draw(st.integers(1, 4)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    for n in (7, 0, 90, data.draw(st.integers(1, 40))):  # 90: more outputs than tokens
+        output = rng.integers(0, 40, n).astype(np.int32)
+        n_logits = data.draw(st.integers(0, len(output)))
+        argmax = np.full(len(output), -7, dtype=np.int32)
+        logits = ex.forward(step._replace(output=output), n_logits, argmax)
+        np.testing.assert_array_equal(logits.view(np.uint32), expected[output[:n_logits]].view(np.uint32))
+        assert argmax[n_logits:].tolist() == expected[output[n_logits:]].argmax(axis=1).tolist()
+        assert (argmax[:n_logits] == -7).all()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("label", ["mixed", "one layer"])
+def test_a_step_without_outputs_leaves_the_keys_of_every_layer(
+    sources: dict[str, ModelSource], architecture: Architecture, label: str
+) -> None:
+    ex, tokens = executor(sources[f"{architecture}-{label}"]), text(50, 7)
+    expected = Sequence(ex, list(range(BLOCKS))).feed(tokens)[49]
+    for block in range(8):
+        ex.kv.copy_block(23, block)  # what the line above stored there is gone
+    step = StepInput.chain(np.array(tokens[:49], dtype=np.int32), 0, list(range(BLOCKS)), 0)
+    ex.forward(step, 0, np.zeros(0, dtype=np.int32))
+    behind = Sequence(ex, list(range(BLOCKS)))
+    behind.cached = 49
+    np.testing.assert_array_equal(behind.feed(tokens[49:])[0].view(np.uint32), expected.view(np.uint32))
 
 
 def test_moved_slot_and_copied_block_carry_their_content(sources: dict[str, ModelSource]) -> None:

@@ -108,7 +108,7 @@ def forward(
 
     def feed_forward(layer: int, x: Array) -> Array:
         name = f"blk.{layer}"
-        gate = activation(config, linear(f"{name}.ffn_gate", x))
+        gate = activation(config.activation, linear(f"{name}.ffn_gate", x))
         return linear(f"{name}.ffn_down", gate * linear(f"{name}.ffn_up", x))
 
     x = get("token_embd.weight")[ids]
@@ -143,9 +143,9 @@ def log_softmax(x: Array) -> Array:
     return result
 
 
-def activation(config: ModelConfig, x: Array) -> Array:
-    """SiLU, or GELU in its tanh form."""
-    if config.activation == "silu":
+def activation(kind: str, x: Array) -> Array:
+    """SiLU ("silu"), or GELU in its tanh form ("gelu_tanh")."""
+    if kind == "silu":
         # exp of a large positive number would overflow; both forms are the same function.
         e = np.exp(-np.abs(x))
         return x * np.where(x >= 0, 1 / (1 + e), e / (1 + e))

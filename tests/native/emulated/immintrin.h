@@ -31,6 +31,7 @@ union Register {
 using __m128i = Register<16, int>;
 using __m256i = Register<32, int>;
 using __m512i = Register<64, int>;
+using __m128 = Register<16, float>;
 using __m256 = Register<32, float>;
 using __m512 = Register<64, float>;
 
@@ -203,6 +204,17 @@ EACH(__m512i, _mm512_dpbusd_epi32, (__m512i sum, __m512i a, __m512i b), u32,
   inline void _mm##W##_storeu_si##W(void* p, __m##W##i a) { std::memcpy(p, &a, sizeof(a)); }
 WHOLE(256)
 WHOLE(512)
+EACH(__m128, _mm_add_ps, (__m128 a, __m128 b), f32, a.f32[i] + b.f32[i])
+EACH(__m128, _mm_max_ps, (__m128 a, __m128 b), f32, a.f32[i] > b.f32[i] ? a.f32[i] : b.f32[i])
+EACH(__m128, _mm_add_ss, (__m128 a, __m128 b), f32, i == 0 ? a.f32[i] + b.f32[i] : a.f32[i])
+EACH(__m128, _mm_max_ss, (__m128 a, __m128 b), f32, i == 0 && !(a.f32[i] > b.f32[i]) ? b.f32[i] : a.f32[i])
+EACH(__m128, _mm_movehl_ps, (__m128 a, __m128 b), f32, (i < 2 ? b : a).f32[i < 2 ? i + 2 : i])
+EACH(__m128, _mm_movehdup_ps, (__m128 a), f32, a.f32[i | 1])
+EACH(__m128, _mm256_castps256_ps128, (__m256 a), f32, a.f32[i])
+EACH(__m128, _mm256_extractf128_ps, (__m256 a, int half), f32, a.f32[4 * half + int(i)])
+EACH(__m256, _mm512_castps512_ps256, (__m512 a), f32, a.f32[i])
+EACH(__m256, _mm512_extractf32x8_ps, (__m512 a, int half), f32, a.f32[8 * half + int(i)])
+inline float _mm_cvtss_f32(__m128 a) { return a.f32[0]; }
 inline __m128i _mm256_castsi256_si128(__m256i a) { return reinterpret<__m128i>(a); }
 inline int _mm256_movemask_ps(__m256 a) {
   int mask = 0;
