@@ -271,7 +271,7 @@ def test_a_terminal_gets_a_bar(server: ModelServer) -> None:
     assert "\x1b[?25h" in text, "the cursor is shown again"
 
 
-def test_plain_progress_prints_tenths(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_progress_prints_a_line_for_each_tenth(capsys: pytest.CaptureFixture[str]) -> None:
     progress = PlainProgress()
     progress.start("work", 1000)
     for done in (0, 50, 100, 101, 990, 40, 1000):
@@ -280,7 +280,7 @@ def test_plain_progress_prints_tenths(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err.splitlines() == [
         "work (1.0 kB)",
         "  10% (100 B)",
-        "  90% (990 B)",
+        "  99% (990 B)",
         "  100% (1.0 kB)",
     ]
 

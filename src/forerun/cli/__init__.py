@@ -41,12 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def dispatch(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code; expected failures are one line each."""
+    if sys.stderr is None:
+        # Closed by who started this: notices go nowhere, and no file that is opened later takes their place.
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        _complain("error: the output can't be written: standard output is closed")
+        return 1
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal or file that isn't UTF-8 gets question marks, not the end of the command.
             stream.reconfigure(errors="replace")
-    command = typer.main.get_command(build_app(arguments))
     try:
+        # Its imports take half a second, in which Ctrl-C may come too.
+        command = typer.main.get_command(build_app(arguments))
         with command.make_context("forerun", list(arguments)) as context:
             command.invoke(context)
         sys.stdout.flush()
@@ -61,6 +68,8 @@ def dispatch(arguments: Sequence[str]) -> int:
         return 141
     except ForerunError as error:
         _complain(f"error: {error}")
+        # The error's stack holds the engine; native memory has to be free before the interpreter ends.
+        error.__traceback__ = None
         return _flushed(1)
     except OSError as error:
         # Everything expected is a ForerunError; what is left is a standard stream that can't take the output.
@@ -69,7 +78,8 @@ def dispatch(arguments: Sequence[str]) -> int:
         return 1
     except _TyperError as error:
         text = getattr(error, "format_message", error.__str__)()
-        _complain(f"error: {text} (forerun --help lists the commands and options)")
+        called = getattr(getattr(error, "ctx", None), "command_path", "forerun")
+        _complain(f"error: {text} (see {called} --help)")
         return int(getattr(error, "exit_code", 2))
 
 

@@ -37,15 +37,23 @@ def register(app: typer.Typer) -> None:
         "step",
         help="Time one forward of M tokens of one request, as a verify step has them, against the "
         "memory bandwidth measured in the same rounds.",
+        short_help="Time one forward of M tokens of one request.",
     )(_step)
     group.command(
         "decode",
         help="Time prefill and generation of equal requests that start together, by batch size.",
+        short_help="Time prefill and generation by batch size.",
     )(_decode)
     group.command("speculate", help=bench_speculate.HELP)(bench_speculate.speculate)
-    group.command("constrain", help=bench_constrain.HELP)(bench_constrain.constrain)
-    group.command("masks", help=bench_masks.HELP)(bench_masks.masks)
-    group.command("serve", help=bench_serve.HELP)(bench_serve.serve)
+    group.command("constrain", help=bench_constrain.HELP, short_help="Answer tasks with and without a constraint.")(
+        bench_constrain.constrain
+    )
+    group.command("masks", help=bench_masks.HELP, short_help="Feed JSON instances through schemas' masks.")(
+        bench_masks.masks
+    )
+    group.command("serve", help=bench_serve.HELP, short_help="Put load on a server, see what clients see.")(
+        bench_serve.serve
+    )
     app.add_typer(group, name="bench")
 
 

@@ -61,7 +61,7 @@ class PlainProgress:
     def update(self, done: int) -> None:
         tenths = 10 * done // self._total
         if tenths > self._tenths:
-            self.note(f"  {10 * tenths}% ({human_bytes(done)})")
+            self.note(f"  {100 * done // self._total}% ({human_bytes(done)})")
         self._tenths = tenths
 
     def note(self, message: str) -> None:
@@ -143,7 +143,7 @@ def _list(as_json: bool = _JSON) -> None:
 
 def _pull(
     names: list[str] | None = typer.Argument(
-        None, metavar="[NAME]...", help="Names from the catalog; none means the default model."
+        None, metavar="NAME", help="Names from the catalog; none means the default model."
     ),
     verify: bool = typer.Option(False, "--verify", help="Hash files that are already there."),
 ) -> None:
@@ -171,7 +171,7 @@ def _show(name: str = typer.Argument(..., metavar="NAME"), as_json: bool = _JSON
         typer.echo(f"{'source:':<14}{source}")
 
 
-def _remove(names: list[str] = typer.Argument(..., metavar="NAME...")) -> None:
+def _remove(names: list[str] = typer.Argument(..., metavar="NAME")) -> None:
     catalog = Catalog.load()
     for entry in [catalog.get(name) for name in names]:
         removed = download.remove(entry, progress=pull_progress(), fingerprint=_fingerprint)

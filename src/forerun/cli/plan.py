@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
         # The keys of the JSON are long and for few; in each command's help they stand after the options.
         command.help, found, keys = str(command.help).partition(_KEYS)
         command.epilog = f"{found.strip()} {keys}" if found else None
-    app.add_typer(group, name="plan")
+    app.add_typer(group, name="plan", short_help="Price models, drafters and claims; needs no GPU.")
 
 
 def _root(context: typer.Context) -> None:

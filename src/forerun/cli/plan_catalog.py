@@ -48,7 +48,7 @@ def register(group: typer.Typer) -> None:
 
 
 def models(
-    name: str | None = typer.Argument(None, metavar="[NAME|PATH]", help="One model; by default all of the catalog."),
+    name: str | None = typer.Argument(None, metavar="NAME|PATH", help="One model; by default all of the catalog."),
     catalog: Path | None = _CATALOG,
     explain: bool = EXPLAIN,
     as_json: bool = JSON,
@@ -76,7 +76,7 @@ def models(
 
 
 def hardware(
-    name: str | None = typer.Argument(None, metavar="[NAME]", help="One of them; by default all of the catalog."),
+    name: str | None = typer.Argument(None, metavar="NAME", help="One of them; by default all of the catalog."),
     catalog: Path | None = _CATALOG,
     explain: bool = EXPLAIN,
     as_json: bool = JSON,

@@ -60,11 +60,12 @@ beside it); one that --max-tokens cuts short says "finish: length"."""
 
 def register(app: typer.Typer) -> None:
     """Add the command `run` to the application."""
-    app.command("run", help=_HELP)(_run)
+    app.command("run", help=_HELP, context_settings={"allow_extra_args": True})(_run)
 
 
 def _run(
-    prompt: str | None = typer.Argument(None, metavar="[PROMPT]", help="What to answer."),
+    context: typer.Context,
+    prompt: str | None = typer.Argument(None, metavar="PROMPT", help="What to answer."),
     model: str | None = typer.Option(
         None,
         "--model",
@@ -141,6 +142,8 @@ def _run(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object at the end instead of the text."),
 ) -> None:
+    if context.args:
+        raise typer.BadParameter(f"the prompt is one argument, in quotes; {context.args[0]!r} is a second one")
     if raw and system is not None:
         raise typer.BadParameter("--system needs the chat template, which --raw leaves out")
     if show_drafts and as_json:

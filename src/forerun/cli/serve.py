@@ -24,7 +24,11 @@ def register(app: typer.Typer) -> None:
 
 def _serve(
     model: str | None = typer.Option(
-        None, "--model", "-m", metavar="MODEL", help="Catalog name, .gguf file or Hugging Face folder."
+        None,
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="Catalog name, .gguf file or Hugging Face folder; none means the default model.",
     ),
     host: str = typer.Option("127.0.0.1", "--host", help="Address to listen at; 0.0.0.0 is every one."),
     port: int = typer.Option(8000, "--port", "-p", min=0, max=65535, help="Port; 0 takes a free one."),
@@ -34,7 +38,9 @@ def _serve(
     draft: str = DRAFT,
     draft_len: str = DRAFT_LENGTH,
     kv_tokens: int = typer.Option(32768, "--kv-tokens", help="Tokens of all requests together that KV has room for."),
-    max_model_len: int | None = typer.Option(None, "--max-model-len", help="Longest prompt and answer."),
+    max_model_len: int | None = typer.Option(
+        None, "--max-model-len", help="Longest prompt and answer. [default: the model's, at most --kv-tokens]"
+    ),
     max_rows: int = typer.Option(32, "--max-rows", help="Requests that run at once."),
     shared_mib: float = typer.Option(
         64.0, "--shared-mib", min=0, help="Most memory of finished texts that later drafts may copy; 0: keep none."
@@ -46,11 +52,13 @@ def _serve(
         help="How many times as long steps may get by prompts; 0: no limit.",
     ),
     max_waiting: int = typer.Option(256, "--max-waiting", min=1, help="Requests that may wait; more get 429."),
-    queue_seconds: float = typer.Option(60.0, "--queue-seconds", help="Longest wait before the first step."),
-    request_seconds: float = typer.Option(600.0, "--request-seconds", help="Longest time of a request."),
+    queue_seconds: float = typer.Option(60.0, "--queue-seconds", min=0.001, help="Longest wait before the first step."),
+    request_seconds: float = typer.Option(600.0, "--request-seconds", min=0.001, help="Longest time of a request."),
     grace: float = typer.Option(30.0, "--grace", min=0, help="Seconds for running requests when told to stop."),
     max_body_mb: float = typer.Option(8.0, "--max-body-mb", min=0.001, help="Largest body of a request."),
-    tool_format: str = typer.Option("qwen", "--tool-format", help="How the model writes calls: qwen, llama3, json."),
+    tool_format: str = typer.Option(
+        "qwen", "--tool-format", help="How the model writes calls: qwen, hermes, llama3, json."
+    ),
     cors: list[str] | None = typer.Option(None, "--cors", metavar="ORIGIN", help="Pages that may ask; repeatable."),
     lenient: bool = typer.Option(False, "--lenient", help="Drop unknown parameters instead of refusing them."),
 ) -> None:
@@ -67,6 +75,8 @@ def _serve(
     from forerun.serve.driver import Limits
     from forerun.serve.run import ServeOptions, serve
 
+    if "" in (name or []):
+        raise typer.BadParameter("a name has at least one character", param_hint="--served-model-name")
     if tool_format not in FORMATS:
         raise ConfigurationError(f"--tool-format {tool_format!r} is unknown; expected {', '.join(FORMATS)}")
     keys = tuple(key.strip() for key in os.environ.get("FORERUN_API_KEYS", "").split(",") if key.strip())
