@@ -25,7 +25,7 @@ from typing import NamedTuple
 import httpx
 
 from forerun.measure.speculate import quantile
-from serve_soak import serving
+from serve_overhead import ForerunServer
 
 MOST = 2.0
 SETTLE = 0.3
@@ -144,9 +144,8 @@ def main() -> None:
     options = ["--draft", "none"]
     if arguments.prompt_slowdown is not None:
         options += ["--prompt-slowdown", str(arguments.prompt_slowdown)]
-    with serving(arguments.model, *options) as server:
+    with ForerunServer(arguments.model, *options) as server:
         alone, beside, prompts = asyncio.run(measure(server.url, arguments))
-        server.stop()
     quiet, prompt = _figures(alone), _figures(beside)
     report = Report(
         model=arguments.model,

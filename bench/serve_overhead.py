@@ -16,19 +16,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import forerun
 from forerun import ops
@@ -54,44 +54,74 @@ class ServeError(Exception):
     """A message for the user."""
 
 
-@contextlib.contextmanager
-def serving(command: Sequence[str], mark: str) -> Iterator[str]:
-    """A server's process for as long as the scope lasts, from when its log has a line with `mark`: that line."""
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
+class ServerProcess:
+    """A server in a process of its own, from when its log has what `ready` looks for, for as long as the scope lasts.
+
+    ready: the match of that regular expression. Raises ServeError if the server ends before, or takes too long.
+    """
+
+    def __init__(self, command: Sequence[str], ready: str) -> None:
+        self.command = list(command)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = subprocess.Popen(self.command, stdout=self._log, stderr=subprocess.STDOUT)
         try:
-            yield _line(process, log, mark)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            self.ready = self._wait_for(ready)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_for(self, ready: str) -> re.Match[str]:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            ended = self.process.poll() is not None
+            if found := re.search(ready, self.log):
+                return found
+            if ended:
+                raise ServeError(f"the server ended with {self.process.returncode}: {self.log[-2000:]}")
+            time.sleep(0.05)
+        raise ServeError(f"the server isn't ready after {START_SECONDS} s")
+
+    @property
+    def log(self) -> str:
+        """What it wrote."""
+        # Without a seek: the place in the file is the server's, too.
+        file = self._log.fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+
+    def stop(self, seconds: float = 60) -> int:
+        """SIGTERM; returns the exit code. Raises subprocess.TimeoutExpired if it goes on for longer than that."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(seconds)
+
+    def close(self) -> None:
+        """Ends the process, kindly at first, and drops the log."""
+        try:
+            self.stop(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def _line(process: subprocess.Popen[bytes], log: Any, mark: str) -> str:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        ended = process.poll() is not None
-        log.seek(0)
-        text = log.read()
-        for line in text.splitlines():
-            if mark in line:
-                return str(line)
-        if ended:
-            raise ServeError(f"the server ended with {process.returncode}: {text[-2000:]}")
-        time.sleep(0.05)
-    raise ServeError(f"the server isn't ready after {START_SECONDS} s")
+class ForerunServer(ServerProcess):
+    """`forerun serve` at a free port. url: without the path."""
+
+    def __init__(self, model: str, *options: str) -> None:
+        command = [sys.executable, "-c", "from forerun.cli import main; main()", "serve", "-m", model, "--port", "0"]
+        super().__init__([*command, *options], r"serving at (\S+)/v1")
+        self.url = self.ready[1]
 
 
-@contextlib.contextmanager
-def forerun_server(path: Path, threads: int, kv_tokens: int, *more: str) -> Iterator[str]:
-    """`forerun serve`: the address that its clients use."""
-    command = [sys.executable, "-c", "from forerun.cli import main; main()", "serve", "-m", str(path), "--port", "0"]
-    command += ["--threads", str(threads), "--kv-tokens", str(kv_tokens), "--served-model-name", NAME, *more]
-    with serving(command, "serving at ") as line:
-        yield line.partition("serving at ")[2].strip()
+def forerun_server(path: Path, threads: int, kv_tokens: int, *more: str) -> ForerunServer:
+    """A server of that file, which it calls `NAME`."""
+    sizes = ("--threads", str(threads), "--kv-tokens", str(kv_tokens))
+    return ForerunServer(str(path), *sizes, "--served-model-name", NAME, *more)
 
 
 def streamed(base: str, bodies: Sequence[dict[str, Any]]) -> list[Exchange]:
@@ -183,8 +213,8 @@ def main() -> None:
     ids = engine.tokenizer.encode(passage.PASSAGE)
     prompts = passage.distinct_prompts(ids, max(batches), options.prompt_tokens)
     threads = engine.executor.tape.threads
-    with forerun_server(path, threads, max(4096, kv_tokens), *SAME) as base:
-        rates = measure(engine, base, prompts, batches, options.max_tokens, options.rounds)
+    with forerun_server(path, threads, max(4096, kv_tokens), *SAME) as server:
+        rates = measure(engine, f"{server.url}/v1", prompts, batches, options.max_tokens, options.rounds)
     command = ["python", "bench/serve_overhead.py", "-m", options.model, "--batch", options.batch]
     command += ["--prompt-tokens", str(options.prompt_tokens), "--max-tokens", str(options.max_tokens)]
     command += ["--rounds", str(options.rounds), "--threads", str(threads), "--at-least", f"{options.at_least:g}"]

@@ -49,7 +49,7 @@ from forerun.measure.tasks import Task, read_tasks
 from forerun.models.download import resolve
 from forerun.models.source import open_model
 from peers import PEER, PeersError, peer_python
-from serve_overhead import NAME, SETTLE_SECONDS, ServeError, forerun_server, serving
+from serve_overhead import NAME, SETTLE_SECONDS, ServeError, ServerProcess, forerun_server
 
 WAYS = ("llama.cpp", "Forerun plain", "Forerun")
 SERVER_PEER = PEER.replace("==", "[server]==")
@@ -112,7 +112,7 @@ def llama_server(path: Path, threads: int, context: int) -> Iterator[str]:
     command += ["--n_threads", str(threads), "--n_threads_batch", str(threads), "--n_ctx", str(context)]
     command += ["--logits_all", "False", "--interrupt_requests", "False", "--verbose", "False"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    with serving(command, "Uvicorn running on"):
+    with ServerProcess(command, "Uvicorn running on"):
         yield f"http://127.0.0.1:{port}/v1"
 
 
@@ -201,7 +201,7 @@ def main() -> None:
         llama_server(path, options.threads, longest) as theirs,
         forerun_server(path, options.threads, max(4096, 2 * kv_tokens)) as ours,
     ):
-        bases = {"llama.cpp": theirs, "Forerun plain": ours, "Forerun": ours}
+        bases = {"llama.cpp": theirs, "Forerun plain": f"{ours.url}/v1", "Forerun": f"{ours.url}/v1"}
         turns = compare(Ways(bases, ends, options.max_tokens), tasks, clients, options.rounds)
     command = ["python", "bench/serve_peers.py", "-m", options.model, "--tasks", str(options.tasks)]
     command += ["--clients", options.clients, "--max-tokens", str(options.max_tokens)]

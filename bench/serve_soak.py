@@ -15,24 +15,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
 import re
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx
+
+from serve_overhead import ForerunServer
 
 GRAMMAR = 'start: "(" [start] ")"'
 SCHEMA = {
@@ -71,7 +69,6 @@ WORDS = (
     "read",
     "x",
 )
-COMMAND = "from forerun.cli import main; main()"
 
 
 @dataclass(frozen=True)
@@ -294,29 +291,11 @@ def difference(got: Reply, alone: Reply) -> str | None:
     return None
 
 
-class Server:
-    """`forerun serve` as a process of its own."""
-
-    def __init__(self, model: str, options: Sequence[str], log: IO[str]) -> None:
-        self.command = [sys.executable, "-c", COMMAND, "serve", "-m", model, "--port", "0", *options]
-        self._log = log
-        self._process = subprocess.Popen(self.command, stderr=log)
-        deadline = time.monotonic() + 300
-        while not (found := re.search(r"serving at (\S+)/v1", self.log)):
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                raise RuntimeError(f"the server didn't start: {self.log}")
-            time.sleep(0.05)
-        self.url = found[1]
-
-    @property
-    def log(self) -> str:
-        """What it wrote to standard error."""
-        self._log.seek(0)
-        return self._log.read()
+class Server(ForerunServer):
+    """`forerun serve`, and what can be seen of it from outside."""
 
     def _status(self, key: str) -> int:
-        text = Path(f"/proc/{self._process.pid}/status").read_text()
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
         found = re.search(rf"^{key}:\s+(\d+)", text, re.MULTILINE)
         assert found is not None
         return int(found[1])
@@ -336,29 +315,6 @@ class Server:
         text = httpx.get(self.url + "/metrics", timeout=60).text
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
         return {name: float(re.search(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE)[1]) for name in names}  # type: ignore[index]
-
-    def stop(self) -> int:
-        """SIGTERM; returns the exit code."""
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(60)
-        return self._process.returncode
-
-    def kill(self) -> None:
-        """Ends the process, if it still runs."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-
-
-@contextlib.contextmanager
-def serving(model: str, *options: str) -> Iterator[Server]:
-    """A server that is gone afterwards."""
-    with tempfile.TemporaryFile("w+") as log:
-        server = Server(model, options, log)
-        try:
-            yield server
-        finally:
-            server.kill()
 
 
 @dataclass
@@ -417,7 +373,7 @@ def soak(
     warm_up: requests before those that are looked at. most: growth of resident memory; None: not looked at.
     """
     problems: list[str] = []
-    with serving(model, *options) as server:
+    with Server(model, *options) as server:
         print(shlex.join(server.command))
         # What is made once: pools of threads, what all grammars share, connections; and the bounded caches get full.
         asyncio.run(load(server, requests(warm_up, seed=99), clients))
@@ -439,7 +395,7 @@ def soak(
         if "Traceback" in server.log:
             problems.append(f"the server's log: {server.log[-3000:]}")
     finished = [n for n, reply in enumerate(seen.replies) if not reply.left]
-    with serving(model, *options, "--draft", "none") as server:
+    with Server(model, *options, "--draft", "none") as server:
         alone = asyncio.run(load(server, [Request(asked[n].path, asked[n].body) for n in finished], 1))
         server.stop()
     same = 0

@@ -1,118 +1,29 @@
-"""The engine's thread by itself: what is submitted ends, once, whatever fails, is cancelled or closed meanwhile."""
+"""The engine's thread by itself: what is submitted ends, once, whatever is cancelled or closed meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from forerun import Engine, Regex, SamplingParams
 from forerun.engine.output import Piece
-from forerun.errors import CapacityError, NumericalError
+from forerun.errors import CapacityError
 from forerun.serve.driver import (
     ClosingError,
     Ended,
     EngineDriver,
-    EngineFailedError,
     Job,
     Limits,
     OverloadedError,
-    Record,
     RequestTimeoutError,
     ServerError,
     Ticket,
 )
-
-LONG = SamplingParams(max_tokens=700, ignore_eos=True)
-SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
-PROMPT = [5, 6, 7]
-
-
-class Seen:
-    """An observer that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.gaps: list[float] = []
-        self.steps = 0
-
-    def ended(self, record: Record) -> None:
-        self.records.append(record)
-
-    def stepped(self, engine: Engine) -> None:  # noqa: ARG002
-        self.steps += 1
-
-    def began(self, *_: object) -> None:
-        pass
-
-    def gap(self, seconds: float, *_: object) -> None:
-        self.gaps.append(seconds)
-
-
-@pytest.fixture
-def engine(served: Path) -> Engine:
-    return Engine(served, kv_tokens=4096, threads=1, cache_weights=False, draft_len=4, max_rows=4, prefix_cache=False)
-
-
-@asynccontextmanager
-async def running(engine: Engine, limits: Limits | None = None, grace: float = 0.0) -> AsyncIterator[EngineDriver]:
-    """A driver at work; afterwards its thread is gone and the engine empty."""
-    driver = EngineDriver(engine, limits, observer=Seen())
-    driver.start()
-    try:
-        yield driver
-    finally:
-        await asyncio.to_thread(driver.close, grace)
-        assert not driver.alive
-        assert not any(thread.name == "forerun-engine" for thread in threading.enumerate())
-        engine.check_integrity()
-        assert not engine.loop.live
-        assert engine.stats().kv_blocks_used == 0
-
-
-def go(work: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await work()
-
-    asyncio.run(bounded())
-
-
-async def begun(ticket: Ticket) -> None:
-    """Until a step has run it."""
-    while ticket.handle is None or not ticket.handle.started:
-        await asyncio.sleep(0.001)
-
-
-def gate(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> threading.Semaphore:
-    """Steps wait until they are let through."""
-    allowed, step = threading.Semaphore(0), engine.loop.step
-
-    def waiting() -> bool:
-        assert allowed.acquire(timeout=30)
-        return step()
-
-    monkeypatch.setattr(engine.loop, "step", waiting)
-    return allowed
-
-
-def break_forward(monkeypatch: pytest.MonkeyPatch, engine: Engine, broken: Callable[[], bool]) -> None:
-    forward = engine.executor.forward
-
-    def failing(*arguments: Any) -> Any:
-        if broken():
-            raise RuntimeError("planted")
-        return forward(*arguments)
-
-    monkeypatch.setattr(engine.executor, "forward", failing)
+from reference.driving import LONG, PROMPT, SHORT, begun, gate, go, running
 
 
 def test_events_join_to_the_text_and_end_once(engine: Engine) -> None:
@@ -359,144 +270,6 @@ def test_an_event_loop_that_is_closed_frees_its_requests(engine: Engine) -> None
 
     asyncio.run(again())
     driver.close(0.0)
-
-
-def absent(engine: Engine, params: SamplingParams) -> tuple[str, int]:
-    """What the prompt's text is, and a token that isn't in it."""
-    [output] = engine.generate([PROMPT], params)
-    return output.text, next(token for token in range(20, 250) if token not in (*PROMPT, *output.token_ids))
-
-
-def test_scores_that_are_no_numbers_end_one_request_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's scores after one token are planted NaNs."""
-    params = SamplingParams(max_tokens=40, temperature=1.0, seed=1)
-    text, token = absent(engine, params)
-    forward = engine.executor.forward
-
-    def poisoned(step: Any, n_logits: int, best: Any) -> Any:
-        logits = forward(step, n_logits, best)
-        logits[step.tokens[step.output[:n_logits]] == token] = np.nan
-        return logits
-
-    monkeypatch.setattr(engine.executor, "forward", poisoned)
-
-    async def work() -> None:
-        async with running(engine) as driver:
-            good, bad = (driver.submit(Job(ids, params, speculate=False)) for ids in (PROMPT, [1, token]))
-            with pytest.raises(NumericalError):
-                await bad.result()
-            assert (await good.result()).text == text
-
-    go(work)
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, BaseException])
-def test_one_step_that_fails_is_not_noticed(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
-) -> None:
-    [expected] = engine.generate([PROMPT], LONG)
-    forward, calls = engine.executor.forward, iter(range(10**9))
-
-    def failing(*arguments: Any) -> Any:
-        if next(calls) % 5 == 3:
-            raise kind("planted")
-        return forward(*arguments)
-
-    monkeypatch.setattr(engine.executor, "forward", failing)
-
-    async def work() -> None:
-        async with running(engine) as driver:
-            assert (await driver.submit(Job(PROMPT, LONG)).result()).text == expected.text
-
-    with caplog.at_level(logging.CRITICAL):
-        go(work)
-
-
-def test_a_request_that_breaks_the_engine_leaves_those_before_it_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = SamplingParams(max_tokens=300, ignore_eos=True)
-    text, token = absent(engine, params)
-    forward = engine.executor.forward
-
-    def failing(step: Any, *rest: Any) -> Any:
-        if token in step.tokens:
-            raise RuntimeError("planted")
-        return forward(step, *rest)
-
-    monkeypatch.setattr(engine.executor, "forward", failing)
-
-    async def work() -> None:
-        async with running(engine) as driver:
-            good = driver.submit(Job(PROMPT, params, speculate=False))
-            await begun(good)
-            with pytest.raises(EngineFailedError, match="RuntimeError"):
-                await driver.submit(Job([1, token], SHORT)).result()
-            assert not good.ended
-            assert (await good.result()).text == text
-
-    go(work)
-
-
-def test_an_engine_that_is_broken_answers_everyone_and_goes_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = [True]
-    break_forward(monkeypatch, engine, lambda: broken[0])
-
-    async def work() -> None:
-        async with running(engine) as driver:
-            for ticket in [driver.submit(Job([n], SHORT)) for n in range(7)]:
-                with pytest.raises(EngineFailedError):
-                    await ticket.result()
-            broken[0] = False
-            assert (await driver.submit(Job(PROMPT, SHORT)).result()).finish_reason == "length"
-            assert {record.outcome for record in driver._observer.records} == {"error", "length"}  # type: ignore[union-attr]
-
-    go(work)
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, BaseException])
-def test_a_submission_that_fails_ends_that_request(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
-) -> None:
-    submit = engine.submit
-
-    def failing(prompt: Any, *arguments: Any, **options: Any) -> Any:
-        if prompt == [99]:
-            raise kind("planted")
-        return submit(prompt, *arguments, **options)
-
-    monkeypatch.setattr(engine, "submit", failing)
-
-    async def work() -> None:
-        async with running(engine) as driver:
-            with pytest.raises(EngineFailedError):
-                await driver.submit(Job([99], SHORT)).result()
-            assert (await driver.submit(Job(PROMPT, SHORT)).result()).finish_reason == "length"
-
-    go(work)
-
-
-def test_a_thread_that_fails_tells_everyone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An observer must not raise: one that does ends the thread, and nobody waits for ever."""
-
-    def raising(*_: object) -> None:
-        raise RuntimeError("planted")
-
-    async def work() -> None:
-        async with running(engine) as driver:
-            tickets = [driver.submit(Job([n], LONG)) for n in range(6)]
-            monkeypatch.setattr(driver._observer, "stepped", raising)
-            for ticket in tickets:
-                with pytest.raises(EngineFailedError, match="restart"):
-                    await ticket.result()
-            driver._thread.join(10)
-            assert not driver.alive
-            assert not driver.accepting
-            assert isinstance(driver.failure, RuntimeError)
-            with pytest.raises(EngineFailedError):
-                driver.submit(Job(PROMPT, SHORT))
-
-    go(work)
 
 
 def test_grammars_that_compile_hold_nobody_up(engine: Engine) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,15 +14,7 @@ import pytest
 
 from forerun import Engine
 from reference.live_server import LiveServer
-from reference.scripts import loaded
 from reference.tiny import TinySpec, write_tiny_gguf
-
-BENCH = Path(__file__).parents[2] / "bench"
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    yield from loaded(BENCH / "serve_soak.py")
 
 
 async def events(client: httpx.AsyncClient, body: dict[str, Any], seen: list[Any]) -> None:
@@ -86,7 +77,7 @@ LONG = 300
 """Tokens of an answer that is still being written when the signal comes."""
 
 
-def test_sigterm_loses_no_accepted_request(script: ModuleType, tmp_path: Path) -> None:
+def test_sigterm_loses_no_accepted_request(soak: ModuleType, tmp_path: Path) -> None:
     """Two rows and ten streams: those that run and those that wait end as they would have; nothing new is taken."""
     # Deep enough that steps, not events, take the time: what comes in has its turn between them.
     served = write_tiny_gguf(tmp_path / "t.gguf", TinySpec("llama", layers=6, context=512))
@@ -101,7 +92,7 @@ def test_sigterm_loses_no_accepted_request(script: ModuleType, tmp_path: Path) -
             while not any(seen) or sum((await asyncio.to_thread(server.gauges)).values()) < 9:
                 assert not any(task.done() for task in tasks), "they end before all of them are there"
                 await asyncio.sleep(0.01)
-            server._process.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGTERM)
             refused = False
             while not refused:  # at once, but not before the signal has arrived
                 assert not all(task.done() for task in tasks)
@@ -115,9 +106,9 @@ def test_sigterm_loses_no_accepted_request(script: ModuleType, tmp_path: Path) -
             await asyncio.gather(*tasks)
         return seen
 
-    with script.serving(str(served), *options) as server:
+    with soak.Server(str(served), *options) as server:
         seen = asyncio.run(work(server))
-        assert server._process.wait(30) == 0
+        assert server.process.wait(30) == 0
         assert "Traceback" not in server.log
     alone = Engine(served, kv_tokens=2048, threads=1, cache_weights=False, draft="none")
     from forerun import SamplingParams
@@ -129,7 +120,7 @@ def test_sigterm_loses_no_accepted_request(script: ModuleType, tmp_path: Path) -
         assert stream[-2]["choices"][0]["finish_reason"] == "length"
 
 
-def test_what_outlives_the_grace_is_told_so(script: ModuleType, served: Path) -> None:
+def test_what_outlives_the_grace_is_told_so(soak: ModuleType, served: Path) -> None:
     options = ("--kv-tokens", "4096", "--max-rows", "2", "--threads", "1", "--grace", "0")
     body = {"prompt": [1], "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
 
@@ -139,14 +130,14 @@ def test_what_outlives_the_grace_is_told_so(script: ModuleType, served: Path) ->
             tasks = [asyncio.create_task(events(client, body, each)) for each in seen]
             while not (sum(map(bool, seen)) == 2 and sum((await asyncio.to_thread(server.gauges)).values()) > 2):
                 await asyncio.sleep(0.005)
-            server._process.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGTERM)
             await asyncio.gather(*tasks)
         return seen
 
-    with script.serving(str(served), *options) as server:
+    with soak.Server(str(served), *options) as server:
         # Any two of the three may be the ones that run.
         *begun, waited = sorted(asyncio.run(work(server)), key=lambda stream: stream[-1] != "[DONE]")
-        assert server._process.wait(30) == 0
+        assert server.process.wait(30) == 0
     for stream in begun:
         assert stream[-1] == "[DONE]"
         assert stream[-2]["error"]["code"] == "shutting_down"

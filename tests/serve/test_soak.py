@@ -15,43 +15,36 @@ import pytest
 
 from forerun import Engine
 from reference.live_server import LiveServer
-from reference.scripts import loaded
 from reference.tiny import TinySpec, write_tiny_gguf
 
-BENCH = Path(__file__).parents[2] / "bench"
 OPTIONS = ("--kv-tokens", "2048", "--max-rows", "8", "--threads", "1")
 MOST_SECONDS = 2.0
 """Between two beats of the event loop. Whatever may block it here takes longer."""
 
 
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    yield from loaded(BENCH / "serve_soak.py")
-
-
-def test_mixed_requests_and_cancels(script: ModuleType, served: Path) -> None:
+def test_mixed_requests_and_cancels(soak: ModuleType, served: Path) -> None:
     """KV for 2,048 tokens and 32 clients: requests are preempted, too."""
-    asked = script.requests(120, seed=5)
+    asked = soak.requests(120, seed=5)
     assert sum(request.cancelled for request in asked) == 40
-    assert script.soak(str(served), asked, 32, 96, None, OPTIONS) == []
+    assert soak.soak(str(served), asked, 32, 96, None, OPTIONS) == []
 
 
-def test_the_same_seed_is_the_same_mixture(script: ModuleType) -> None:
-    assert script.requests(50, seed=3) == script.requests(50, seed=3) != script.requests(50, seed=4)
+def test_the_same_seed_is_the_same_mixture(soak: ModuleType) -> None:
+    assert soak.requests(50, seed=3) == soak.requests(50, seed=3) != soak.requests(50, seed=4)
 
 
-def test_what_the_soak_would_find(script: ModuleType) -> None:
+def test_what_the_soak_would_find(soak: ModuleType) -> None:
     def reply(**changes: Any) -> Any:
         text = {"text": "ab", "calls": [], "logprobs": [("a", -1.0, [])], "reason": "stop", **changes}
-        return script.Reply({0: text}, (3, 2))
+        return soak.Reply({0: text}, (3, 2))
 
-    assert script.difference(reply(), reply()) is None
+    assert soak.difference(reply(), reply()) is None
     for change in ({"text": "ac"}, {"reason": "length"}, {"logprobs": [("a", -1.1, [])]}, {"calls": [("f", "{}")]}):
-        assert next(iter(change)) in script.difference(reply(**change), reply())
-    assert "texts" in script.difference(script.Reply(), reply())
-    assert "usage" in script.difference(script.Reply(reply().texts, (3, 3)), reply())
-    assert "under load: x" in script.difference(script.Reply(problem="x"), reply())
-    assert script.growth([90, 90, 100, 100, 103, 103]) == pytest.approx(0.03)
+        assert next(iter(change)) in soak.difference(reply(**change), reply())
+    assert "texts" in soak.difference(soak.Reply(), reply())
+    assert "usage" in soak.difference(soak.Reply(reply().texts, (3, 3)), reply())
+    assert "under load: x" in soak.difference(soak.Reply(problem="x"), reply())
+    assert soak.growth([90, 90, 100, 100, 103, 103]) == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize(
@@ -63,13 +56,13 @@ def test_what_the_soak_would_find(script: ModuleType) -> None:
         (["[DONE]", "[DONE]"], "unexpected line"),
     ],
 )
-def test_streams_that_the_soak_refuses(script: ModuleType, lines: list[str], problem: str) -> None:
+def test_streams_that_the_soak_refuses(soak: ModuleType, lines: list[str], problem: str) -> None:
     body = "".join(f"data: {line}\n\n" for line in lines)
     transport = httpx.MockTransport(lambda _: httpx.Response(200, text=body))
 
     async def asked() -> Any:
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            return await script.ask(client, script.Request("/v1/completions", {"stream": True}))
+            return await soak.ask(client, soak.Request("/v1/completions", {"stream": True}))
 
     assert problem in asyncio.run(asked()).problem
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Self
 
 from forerun.engine.pace import Decision
+from forerun.engine.rates import SpeculationRates
 from forerun.engine.request import FinishReason
 
 
@@ -78,7 +79,7 @@ class DrafterCounts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculationStats:
+class SpeculationStats(SpeculationRates):
     """Counts of drafting and verification, of one request or of all. A "row" is one request's part of one step.
 
     Identities: emitted = accepted + decisions - cut. computed = known + proposed, where `known` are tokens that were
@@ -124,16 +125,6 @@ class SpeculationStats:
     verify_seconds: float = 0.0
     schedule_seconds: float = 0.0
     mask_seconds: float = 0.0
-
-    @property
-    def acceptance(self) -> float | None:
-        """Accepted over proposed; None without drafts (no data, not 0)."""
-        return self.accepted / self.proposed if self.proposed else None
-
-    @property
-    def tokens_per_decision(self) -> float | None:
-        """Emitted tokens per row that chose tokens; None without such rows."""
-        return self.emitted / self.decisions if self.decisions else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
+from forerun.engine.rates import SpeculationRates
 from forerun.measure.speculate import quantile
 
 KIND: Final = "forerun bench serve"
@@ -206,7 +207,7 @@ class Goodput:
 
 
 @dataclass(frozen=True)
-class Speculation:
+class Speculation(SpeculationRates):
     """Sums over the answers whose usage has them, as docs/counting.md defines the counts."""
 
     drafted: int
@@ -214,16 +215,6 @@ class Speculation:
     accepted: int
     emitted: int
     decisions: int
-
-    @property
-    def acceptance(self) -> float | None:
-        """accepted / proposed."""
-        return self.accepted / self.proposed if self.proposed else None
-
-    @property
-    def tokens_per_decision(self) -> float | None:
-        """emitted / decisions."""
-        return self.emitted / self.decisions if self.decisions else None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,7 +11,8 @@ from forerun.errors import PlanError
 from forerun.plan.deployment import Deployment
 from forerun.plan.drafters import PricedDrafter
 from forerun.plan.hardware import Efficiency
-from forerun.plan.memory import UTILIZATION, sequence_bytes, usable_bytes
+from forerun.plan.memory import UTILIZATION, kv_copies, sequence_bytes, usable_bytes
+from forerun.plan.network import Mixture
 from forerun.plan.shapes import ModelShape
 from forerun.plan.steptime import ForwardTime, Load, expected_distinct, forward_time
 
@@ -91,14 +93,10 @@ class Setting:
     def step_bytes(self) -> StepBytes:
         """What a step of plain decoding reads."""
         network, where = self.model.network, self.deployment
-        weights = network.dense.bytes
-        for mixture in network.mixtures:
-            weights += mixture.layers * mixture.bytes * expected_distinct(mixture.n, mixture.active, self.sequences)
-        if network.head is not None:
-            weights += network.head.size * network.formats.bytes_of("head")
+        weights = self._read(network.dense.bytes, lambda mixture: mixture.bytes, network.formats.bytes_of("head"))
         kv = sum(
             group.repeats * group.attention.kv_width * (group.attention.keys(self.context) + 1)
-            * where.tensor * group.attention.kept_share(where.tensor)
+            * kv_copies(group.attention, where)
             for group in network.layers if group.attention
         )  # fmt: skip
         return StepBytes(weights, kv * self.sequences * where.kv_bytes)
@@ -106,12 +104,19 @@ class Setting:
     @property
     def weights_read(self) -> float:
         """Parameters behind `step_bytes.weights`."""
+        return self._read(self.model.network.dense.parameters, lambda mixture: mixture.parameters, 1)
+
+    def _read(self, dense: float, expert: Callable[[Mixture], float], head: float) -> float:
+        """What a step reads of the weights over all accelerators, in the unit of its arguments: all of the dense ones,
+        one expert, one parameter of the head.
+
+        `forward_time` counts the experts of the busiest accelerator where whole experts are dealt out; a bound has the
+        mean of all.
+        """
         network = self.model.network
-        return (
-            network.dense.parameters
-            + sum(m.layers * m.parameters * expected_distinct(m.n, m.active, self.sequences) for m in network.mixtures)
-            + (network.head.size if network.head else 0)
-        )
+        for mixture in network.mixtures:
+            dense += mixture.layers * expert(mixture) * expected_distinct(mixture.n, mixture.active, self.sequences)
+        return dense + (network.head.size * head if network.head else 0)
 
     @property
     def bandwidth(self) -> float:
