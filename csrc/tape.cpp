@@ -299,25 +299,21 @@ void Tape::plan_attention(const Step& s) {
   for (int r = 0; r < s.rows; r++) keys = std::max(keys, s.cached[r] + s.row_start[r + 1] - s.row_start[r]);
   for (auto& scratch : scratch_)
     if (scratch.size() < kQueries * size_t(keys + 80)) scratch.resize(kQueries * size_t(keys + keys / 4 + 80));
-  const auto deal = [&](int width) {
-    attn_tasks_.clear();
-    for (int r = 0; r < s.rows; r++) {
-      const int queries = (s.row_start[r + 1] - s.row_start[r]) * attn_group_;
-      for (int first = 0; first < queries; first += width)
-        for (int h = 0; h < attn_kv_; h++) attn_tasks_.push_back({r, h, first, std::min(width, queries - first)});
-    }
-  };
+  const auto queries = [&](int r) { return (s.row_start[r + 1] - s.row_start[r]) * attn_group_; };
   // Queries that share each key that is read: many, but not so many that threads wait for the one with a task more.
   // Reading keys and values costs about as much as one and a half queries' arithmetic.
   int best = kQueries;
-  double least = 0;
+  double least = __builtin_inf();
   for (int width = kQueries; width >= 1; width /= 2) {
-    deal(width);
-    const int tasks = int(attn_tasks_.size()), turns = (tasks + threads_ - 1) / threads_;
+    int tasks = 0;
+    for (int r = 0; r < s.rows; r++) tasks += (queries(r) + width - 1) / width * attn_kv_;
+    const int turns = (tasks + threads_ - 1) / threads_;
     const double cost = turns * (1.5 + double(s.tokens) * attn_group_ * attn_kv_ / tasks);
-    if (width == kQueries || cost < least) best = width, least = cost;
+    if (cost < least) best = width, least = cost;
   }
-  deal(best);
+  for (int r = 0; r < s.rows; r++)
+    for (int first = 0; first < queries(r); first += best)
+      for (int h = 0; h < attn_kv_; h++) attn_tasks_.push_back({r, h, first, std::min(best, queries(r) - first)});
 }
 
 void Tape::quantize(Buffer& b, int forms, int row, int from, int to) {

@@ -138,8 +138,8 @@ def _map(path: Path, header: bytes, total: int) -> npt.NDArray[np.uint8] | None:
             f"the packed weights {path} can't be read: {error.strerror}; remove the file, set FORERUN_CACHE to another "
             "directory, or use Engine(..., cache_weights=False)"
         ) from error
-    # Large pages, where the file system keeps them, need a 512th of the address translations: several rows read the
-    # weights a tenth faster. The advice comes first because it decides in which pages the file is then read.
+    # Large pages, where the file system keeps them, need a 512th of the address translations. That advice comes first
+    # because it decides in which pages the file is then read.
     for advice in ("MADV_HUGEPAGE", "MADV_WILLNEED"):
         with contextlib.suppress(AttributeError, OSError):
             mapped.madvise(getattr(mmap, advice))

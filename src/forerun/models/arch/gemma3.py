@@ -15,7 +15,8 @@ def record(r: Recorder) -> Buffer:
         at = f"blk.{layer}."
         a = r.attention(layer, r.norm(x, f"{at}attn_norm.weight", r.h))
         if layer == r.config.n_layers - 1:
-            x, a, y = r.only_outputs(x, a, y)
+            x, a = r.only_outputs(x, a)
+            y = t.buffer(x.width, outputs=True)
         r.project(a, f"{at}attn_output.weight", y)
         t.add(x, r.norm(y, f"{at}post_attention_norm.weight", r.h))
         m = r.gated(layer, r.norm(x, f"{at}ffn_norm.weight", r.h), gelu=True)
